@@ -1,0 +1,274 @@
+"""Making one answer, in the worker: read the branch, plan the context, run the engine, write the turn's stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from uuid import UUID
+
+from django.db import DatabaseError
+
+from chatapp import conversations, engine_host, protocol, turns, wakeups
+from chatapp.dialog import ContextPlan, plan_context
+from chatapp.models import Message
+from chatapp.protocol import CacheReport, ErrorDetail
+from chatapp.streams import Entry, StaleWriter, get_streams
+from inference import (
+    ChatMessage,
+    Engine,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    ModelUnavailable,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+)
+
+logger = logging.getLogger(__name__)
+
+# How often a turn that gets no tokens (it waits, or reads a long prompt) looks whether it was cancelled.
+_CANCEL_POLL_SECONDS = 0.2
+# The part of the context that is kept free for the answer, where the answer's own limit is not smaller.
+_ANSWER_SHARE = 0.25
+
+
+class _Stopped(Exception):
+    """The turn was cancelled before the engine had it."""
+
+
+class _TurnWriter:
+    """This worker's end of the turn's stream: numbers the events and remembers what they add up to.
+
+    After a redelivery it begins where the log ends, and ``text`` and ``tokens`` are what the log holds.
+    """
+
+    def __init__(self, turn: UUID) -> None:
+        self._turn = turn
+        self._streams = get_streams()
+        log = self._streams.read(turn)
+        self._length = len(log)
+        self.is_complete = bool(log) and log[-1].is_last
+        self.text = "".join(entry.event.get("delta", "") for entry in log)
+        self.tokens = [token for entry in log for token in entry.tokens]
+        self.cancel_requested = self._streams.cancel_requested(turn)
+
+    @property
+    def next_number(self) -> int:
+        return self._length + 1
+
+    def begin(self) -> None:
+        if self._length == 0:
+            self._append(protocol.ResponseInProgress(response_id=self._turn, sequence_number=1))
+
+    def delta(self, text: str, tokens: Sequence[int], sampled_at: float) -> None:
+        self.tokens.extend(tokens)
+        self.text += text
+        self._append(
+            protocol.OutputTextDelta(
+                response_id=self._turn, sequence_number=self.next_number, delta=text, sampled_at=sampled_at
+            ),
+            tokens,
+        )
+
+    def report(self, report: CacheReport) -> None:
+        self._append(
+            protocol.CacheReported(response_id=self._turn, sequence_number=self.next_number, report=report)
+        )
+
+    def end(self, answer: Message) -> None:
+        self._append_entry(turns.ending(answer, self.next_number))
+
+    def poll_cancel(self) -> None:
+        self.cancel_requested = self._streams.cancel_requested(self._turn)
+
+    def _append(self, event: protocol.StreamEvent, tokens: Sequence[int] = ()) -> None:
+        self._append_entry(Entry(event.model_dump(mode="json"), tuple(tokens)))
+
+    def _append_entry(self, entry: Entry) -> None:
+        self.cancel_requested = self._streams.append(self._turn, [entry])
+        self._length += 1
+        wakeups.turn_grew(self._turn)
+
+
+def answer(answer_id: UUID) -> None:
+    """Make the answer, from where an earlier delivery of the task left it; nothing if it is not wanted any more."""
+    message = Message.objects.select_related("conversation").filter(pk=answer_id).first()
+    if message is None or message.state != Message.State.STREAMING:
+        return
+    writer = _TurnWriter(answer_id)
+    if writer.is_complete:
+        return
+    try:
+        _answer(message, writer)
+    except StaleWriter:
+        logger.warning("Turn %s is written by another worker or was deleted; leaving it", answer_id)
+
+
+def _answer(message: Message, writer: _TurnWriter) -> None:
+    try:
+        writer.begin()
+        _generate(message, writer)
+    except StaleWriter:
+        raise
+    except _Stopped:
+        _end(writer, message, Message.State.STOPPED)
+    except ModelUnavailable as unavailable:
+        _fail(writer, message, "model_unavailable", unavailable.message)
+    except Exception:
+        logger.exception("Turn %s failed", message.pk)
+        _fail(
+            writer,
+            message,
+            "internal_error",
+            "Something went wrong on the server; its log says what. Try again.",
+        )
+
+
+def _generate(message: Message, writer: _TurnWriter) -> None:
+    engine = engine_host.get()
+    _wait_for_model(engine, writer)
+    sampling = _sampling_params(message)
+    plan = _plan(engine, message, sampling)
+    generation = engine.submit(
+        GenerationRequest(
+            id=str(message.pk),
+            owner=str(message.conversation.owner_id),
+            session_id=str(message.conversation_id),
+            spans=plan.spans,
+            generated=tuple(writer.tokens),
+            sampling=sampling,
+        )
+    )
+    try:
+        while True:
+            event = generation.next_event(_CANCEL_POLL_SECONDS)
+            if event is None:
+                writer.poll_cancel()
+            elif isinstance(event, TokenEvent):
+                writer.delta(event.text, event.token_ids, event.sampled_at)
+            else:
+                break
+            if writer.cancel_requested:
+                generation.cancel()
+    finally:
+        generation.cancel()
+    if isinstance(event, FinishedEvent):
+        _finish(writer, message, event, plan)
+    elif isinstance(event, FailedEvent) and event.code != "engine_stopped":
+        _fail(writer, message, event.code, event.message)
+    # A worker that is shut down leaves the turn as it is, for the next one to go on with.
+
+
+def _wait_for_model(engine: Engine, writer: _TurnWriter) -> None:
+    while not writer.cancel_requested:
+        if engine.wait_until_ready(_CANCEL_POLL_SECONDS):
+            return
+        writer.poll_cancel()
+    raise _Stopped
+
+
+def _sampling_params(message: Message) -> SamplingParams:
+    sampling = message.sampling or {}
+    return SamplingParams(
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        top_k=sampling["top_k"],
+        seed=sampling["seed"],
+        max_tokens=sampling["max_output_tokens"],
+        stop=tuple(sampling["stop"]),
+    )
+
+
+def _plan(engine: Engine, message: Message, sampling: SamplingParams) -> ContextPlan:
+    reserved = int(engine.context_length * _ANSWER_SHARE)
+    if sampling.max_tokens is not None:
+        reserved = min(reserved, sampling.max_tokens)
+    return plan_context(
+        _chat_messages(message), engine.chat_format.render, budget=engine.context_length - reserved
+    )
+
+
+def _chat_messages(answer: Message) -> list[ChatMessage]:
+    """The branch above an answer, as the chat template wants it: roles alternate, nothing is empty."""
+    chat: list[ChatMessage] = []
+    if answer.conversation.system_prompt.strip():
+        chat.append(ChatMessage("system", "system", answer.conversation.system_prompt))
+    for message in conversations.branch_to(answer)[:-1]:
+        is_answer = message.role == Message.Role.ASSISTANT
+        if is_answer and not message.text:
+            continue
+        if chat and chat[-1].role == message.role:
+            # An answer between them failed or was stopped at once.
+            before = chat.pop()
+            chat.append(ChatMessage(before.source, before.role, f"{before.text}\n\n{message.text}"))
+            continue
+        tokens = tuple(message.tokens) if is_answer and message.tokens else None
+        chat.append(ChatMessage(str(message.pk), "assistant" if is_answer else "user", message.text, tokens))
+    return chat
+
+
+def _finish(writer: _TurnWriter, message: Message, event: FinishedEvent, plan: ContextPlan) -> None:
+    if event.text:
+        writer.delta(event.text, event.token_ids, event.usage.finished_at)
+    else:
+        writer.tokens.extend(event.token_ids)
+    report = _report(event.usage, plan)
+    writer.report(report)
+    if (message.sampling or {})["stop"]:
+        # The text may be cut at a stop string, in the middle of what the tokens say: the text counts.
+        writer.tokens.clear()
+    state = Message.State.STOPPED if event.reason == "cancelled" else Message.State.DONE
+    _end(writer, message, state, finish_reason=event.reason, report=report)
+
+
+def _report(usage: Usage, plan: ContextPlan) -> CacheReport:
+    return CacheReport(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.computed_tokens,
+        completion_tokens=usage.completion_tokens,
+        left_out_messages=plan.left_out,
+        exactness=usage.exactness,
+        time_to_first_token=usage.time_to_first_token,
+        tokens_per_second=usage.tokens_per_second,
+        submitted_at=usage.submitted_at,
+        first_token_at=usage.first_token_at,
+        finished_at=usage.finished_at,
+    )
+
+
+def _fail(writer: _TurnWriter, message: Message, code: str, text: str) -> None:
+    _end(writer, message, Message.State.FAILED, error=ErrorDetail(code=code, message=text))
+
+
+def _end(
+    writer: _TurnWriter,
+    message: Message,
+    state: Message.State,
+    *,
+    finish_reason: str = "",
+    report: CacheReport | None = None,
+    error: ErrorDetail | None = None,
+) -> None:
+    """Store the answer, then end its stream: who reads the end finds the answer stored."""
+    try:
+        stored = turns.finish(
+            message.pk,
+            state,
+            text=writer.text,
+            tokens=writer.tokens,
+            finish_reason=finish_reason,
+            report=report,
+            error=error,
+        )
+    except DatabaseError:
+        logger.exception("The answer of turn %s could not be stored", message.pk)
+        stored = message
+        stored.state = Message.State.FAILED
+        stored.text = writer.text
+        stored.error = ErrorDetail(
+            code="storage_unavailable", message="The answer could not be stored; is the disk full?"
+        ).model_dump(mode="json")
+    if stored is not None:
+        writer.end(stored)

@@ -1,0 +1,102 @@
+"""The worker's engine: one per process, started with the worker, its state told to the web side."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+
+from django.conf import settings
+
+from chatapp import wakeups
+from chatapp.protocol import ModelStatus
+from chatapp.streams import get_streams
+from chatapp.streams.base import ENGINE_HEARTBEAT_SECONDS
+from inference import Engine, EngineConfig, EngineStatus
+
+logger = logging.getLogger(__name__)
+
+
+class _Host:
+    def __init__(self) -> None:
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+        self._stopped = threading.Event()
+        self.engine = Engine(_config(), on_status=self._status_changed)
+        self._heartbeat = threading.Thread(target=self._beat, name="engine-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self.engine.start()
+        self._heartbeat.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.engine.shutdown()
+        try:
+            get_streams().publish_engine(self._worker, None)
+        except Exception:
+            logger.warning("Could not sign off", exc_info=True)
+        wakeups.engine_changed()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(ENGINE_HEARTBEAT_SECONDS):
+            self._publish(self.engine.status)
+
+    def _status_changed(self, status: EngineStatus) -> None:
+        self._publish(status)
+        wakeups.engine_changed()
+
+    def _publish(self, status: EngineStatus) -> None:
+        try:
+            get_streams().publish_engine(
+                self._worker,
+                ModelStatus(
+                    state=status.state,
+                    progress=status.progress,
+                    model=status.model,
+                    detail=status.detail,
+                    context_length=status.context_length,
+                ),
+            )
+        except Exception:
+            logger.warning("Could not publish the engine's state", exc_info=True)
+
+
+def _config() -> EngineConfig:
+    return EngineConfig(
+        model=settings.MODEL,
+        cache_dir=settings.MODEL_CACHE,
+        device=settings.MODEL_DEVICE,
+        dtype=settings.MODEL_DTYPE,
+        threads=settings.ENGINE_THREADS or None,
+        kv_bytes=settings.KV_MEMORY_MB * 2**20,
+        prefill_chunk=settings.PREFILL_CHUNK,
+        max_running=settings.MAX_RUNNING,
+    )
+
+
+_lock = threading.Lock()
+_host: _Host | None = None
+
+
+def start() -> Engine:
+    """Start this process's engine, once; the model loads on its own thread."""
+    global _host
+    with _lock:
+        if _host is None:
+            _host = _Host()
+            _host.start()
+        return _host.engine
+
+
+def get() -> Engine:
+    """This process's engine, started if need be."""
+    return _host.engine if _host is not None else start()
+
+
+def stop() -> None:
+    global _host
+    with _lock:
+        if _host is not None:
+            _host.stop()
+            _host = None

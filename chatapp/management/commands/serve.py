@@ -1,0 +1,120 @@
+"""``manage.py serve``: the whole chat in one process, or with ``--no-worker`` its web side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import sys
+from argparse import ArgumentParser
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.db.migrations.executor import MigrationExecutor
+
+from chatapp import accounts, turns, wakeups
+
+# uvicorn closes the socket at a frame above this; smaller ones that are too large get an error event.
+_FRAME_MAX_BYTES = 4 * 2**20
+
+
+class Command(BaseCommand):
+    help = "Serve the web chat, with the worker in a thread of the same process."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        public = urlsplit(settings.PUBLIC_URL)
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+        parser.add_argument(
+            "--port",
+            type=int,
+            default=8000 if public.scheme == "https" else public.port or 80,
+            help="port to listen on, 0 for any free one (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--no-worker",
+            action="store_true",
+            help="web side only; workers are processes of their own (needs REDIS_URL)",
+        )
+
+    def handle(self, *_: Any, host: str, port: int, no_worker: bool, **__: Any) -> None:
+        if no_worker and not settings.REDIS_URL:
+            raise CommandError(
+                "--no-worker needs REDIS_URL: without Redis, web and worker share one process."
+            )
+        self._check_migrations()
+        listener = self._listen(host, port)
+        # A waiting thread must not spin on a core that the web side needs. Read when OpenMP loads, with torch.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Tokens pass through several threads: hand the interpreter over sooner than the default of 5 ms.
+        sys.setswitchinterval(0.001)
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(self._serve(listener, with_worker=not no_worker))
+
+    def _check_migrations(self) -> None:
+        executor = MigrationExecutor(connections[DEFAULT_DB_ALIAS])
+        if executor.migration_plan(executor.loader.graph.leaf_nodes()):
+            raise CommandError("The database is not up to date. Run `manage.py migrate` first.")
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as refused:
+            listener.close()
+            if refused.errno == errno.EADDRINUSE:
+                raise CommandError(
+                    f"Port {port} on {host} is in use. Stop what uses it, or choose another: "
+                    f"manage.py serve --port {port + 1}"
+                ) from refused
+            raise CommandError(f"Cannot listen on {host}:{port}: {refused}") from refused
+        return listener
+
+    async def _serve(self, listener: socket.socket, *, with_worker: bool) -> None:
+        wakeups.use_loop(asyncio.get_running_loop())
+        worker = None
+        if with_worker:
+            from chatapp.embedded import EmbeddedWorker
+
+            worker = EmbeddedWorker()
+            worker.start()
+        await asyncio.to_thread(self._before_first_request, listener, with_worker)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                "chatapp.asgi:application",
+                lifespan="off",
+                log_config=None,
+                ws_max_size=_FRAME_MAX_BYTES,
+                timeout_graceful_shutdown=3,
+            )
+        )
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            if worker is not None:
+                await asyncio.to_thread(worker.stop)
+
+    def _before_first_request(self, listener: socket.socket, with_worker: bool) -> None:
+        if with_worker and not settings.REDIS_URL:
+            turns.recover()
+        administrator = accounts.first_administrator()
+        host, port = listener.getsockname()[:2]
+        base_url = settings.PUBLIC_URL
+        if urlsplit(base_url).hostname in ("127.0.0.1", "localhost"):
+            base_url = f"http://{'127.0.0.1' if ip_address(host).is_unspecified else host}:{port}"
+        self.stdout.write(f"Keepwarm is at {base_url}/ (stop it with Ctrl+C)")
+        self.stdout.write(
+            f"Sign in as {administrator.get_username()} with this link, which works once:\n"
+            f"  {accounts.one_time_sign_in_url(administrator, base_url)}"
+        )
+        self.stdout.flush()
+        connections.close_all()
