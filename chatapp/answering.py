@@ -20,6 +20,7 @@ from inference import (
     FinishedEvent,
     GenerationRequest,
     ModelUnavailable,
+    PromptRefused,
     SamplingParams,
     TokenEvent,
     Usage,
@@ -115,6 +116,8 @@ def _answer(message: Message, writer: _TurnWriter) -> None:
         _end(writer, message, Message.State.STOPPED)
     except ModelUnavailable as unavailable:
         _fail(writer, message, "model_unavailable", unavailable.message)
+    except PromptRefused as refused:
+        _fail(writer, message, "prompt_refused", str(refused))
     except Exception:
         logger.exception("Turn %s failed", message.pk)
         _fail(

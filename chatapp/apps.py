@@ -21,11 +21,11 @@ class ChatappConfig(AppConfig):
         post_save.connect(_user_saved, sender=User, dispatch_uid="chatapp.user_saved")
 
 
-def _signed_out(user: Any, **_: Any) -> None:
+def _signed_out(request: Any, user: Any, **_: Any) -> None:
     from chatapp import wakeups
 
-    if user is not None:
-        wakeups.rights_changed(user.pk)
+    if user is not None and request.session.session_key:
+        wakeups.session_ended(user.pk, request.session.session_key)
 
 
 def _user_saved(instance: Any, update_fields: Any, **_: Any) -> None:

@@ -261,6 +261,10 @@ class ChatConsumer(AsyncWebsocketConsumer):
     async def engine_changed(self, message: dict[str, Any]) -> None:
         await self._tell_model()
 
+    async def session_ended(self, message: dict[str, Any]) -> None:
+        if message["session"] == wakeups.session_digest(self.scope["session"].session_key):
+            await self._sign_out()
+
     async def rights_changed(self, message: dict[str, Any]) -> None:
         self._rights_checked_at = float("-inf")
         await self._may_stay()
@@ -325,16 +329,24 @@ def _decode(text: str | None) -> dict[str, Any]:
         data = json.loads(text) if text is not None else None
     except (ValueError, RecursionError):
         data = None
+    if text is not None and "\\ud" in text.lower():
+        data = _without_lone_surrogates(data)
     if not isinstance(data, dict):
         raise ProtocolError("invalid_json", "A frame must be text with one JSON object.")
     return data
+
+
+def _without_lone_surrogates(data: Any) -> Any:
+    """Escapes in JSON can spell half a character, which no UTF-8 can hold: U+FFFD takes its place."""
+    utf16 = json.dumps(data, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(utf16.decode("utf-16-le", "replace"))
 
 
 def _short_string(value: Any) -> str | None:
     """What an error may repeat of an event that was not checked yet."""
     if not isinstance(value, str):
         return None
-    return value.encode(errors="replace").decode()[: protocol.EVENT_ID_MAX_LENGTH]
+    return value[: protocol.EVENT_ID_MAX_LENGTH]
 
 
 @database_sync_to_async

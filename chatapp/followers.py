@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID
 
 from channels.db import database_sync_to_async
+from redis.exceptions import RedisError
 
 from chatapp import turns
 from chatapp.models import Message
 from chatapp.streams import Entry, get_streams
+
+logger = logging.getLogger(__name__)
 
 # How long a follower trusts that it was woken; after that it looks for itself, since wake-ups may be lost.
 _DOUBT_SECONDS = 1.0
@@ -36,7 +40,7 @@ class Follower:
         doubtful = True
         while True:
             self._woken.clear()
-            entries = await get_streams().read_async(self._turn, self._after)
+            entries = await self._read()
             if not entries and doubtful:
                 stored = await self._stored_ending()
                 if stored is None:
@@ -48,6 +52,14 @@ class Follower:
             if entries and entries[-1].is_last:
                 return
             doubtful = not await self._wait() and not entries
+
+    async def _read(self) -> list[Entry]:
+        try:
+            return await get_streams().read_async(self._turn, self._after)
+        except RedisError:
+            # It comes back, and so does what was in it or the stored answer.
+            logger.warning("The stream of turn %s cannot be read", self._turn, exc_info=True)
+            return []
 
     async def _wait(self) -> bool:
         try:

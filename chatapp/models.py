@@ -43,7 +43,8 @@ class Conversation(models.Model):
         indexes = [models.Index(fields=["owner", "-updated_at", "-id"])]
 
     def __str__(self) -> str:
-        return self.title or str(self.id)
+        # Not the title: the admin shows this to people who may not read conversations.
+        return str(self.id)
 
 
 class Message(models.Model):
@@ -95,7 +96,7 @@ class Message(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.role}: {self.text[:40]}"
+        return f"{self.role} {self.id}"
 
     @property
     def is_active(self) -> bool:

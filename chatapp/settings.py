@@ -144,7 +144,8 @@ SIGN_UP_ALLOWED = env.bool("SIGN_UP_ALLOWED", default=True)
 # --- Storage and messaging ----------------------------------------------------------------------
 
 REDIS_URL = env.str("REDIS_URL", default="")
-DATABASES = {"default": env.db("DATABASE_URL", default=f"sqlite:///{DATA_DIR / 'keepwarm.sqlite3'}")}
+DATABASE_URL = env.str("DATABASE_URL", default="") or f"sqlite:///{DATA_DIR / 'keepwarm.sqlite3'}"
+DATABASES = {"default": env.db_url_config(DATABASE_URL)}
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     DATABASES["default"]["OPTIONS"] = {
         # A transaction takes the write lock at its start, so that two of them queue instead of failing half-way.

@@ -14,6 +14,7 @@ from uuid import UUID
 
 from django.conf import settings
 from django.db import transaction
+from redis.exceptions import RedisError
 
 from chatapp import conversations, protocol, wakeups
 from chatapp.models import Conversation, Message, User
@@ -202,11 +203,14 @@ def finish(
 
 def fail(answer_id: UUID, error: ErrorDetail) -> None:
     """End an answer that no worker holds."""
-    streams = get_streams()
-    after = len(streams.read(answer_id))
     answer = finish(answer_id, Message.State.FAILED, error=error)
-    if answer is not None:
-        _append_ending(answer, after)
+    if answer is None:
+        return
+    try:
+        _append_ending(answer, after=len(get_streams().read(answer_id)))
+    except RedisError:
+        # Followers find the end in the database.
+        logger.warning("Turn %s has no end in its stream", answer_id, exc_info=True)
 
 
 def _append_ending(answer: Message, after: int) -> None:

@@ -7,6 +7,7 @@ sending never waits and never fails.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from typing import Any
@@ -82,8 +83,18 @@ def conversation_deleted(owner_id: int, conversation: UUID) -> None:
     _sender.send(owner_group(owner_id), {"type": "conversation.deleted", "conversation": str(conversation)})
 
 
+def session_digest(session_key: str) -> str:
+    """A session's name in messages: the key itself is a secret."""
+    return hashlib.sha256(session_key.encode()).hexdigest()
+
+
+def session_ended(owner_id: int, session_key: str) -> None:
+    """The owner signed out in one browser: its sockets close."""
+    _sender.send(owner_group(owner_id), {"type": "session.ended", "session": session_digest(session_key)})
+
+
 def rights_changed(owner_id: int) -> None:
-    """The owner signed out, changed the password or was deactivated: sockets check whether they may stay."""
+    """The owner changed the password or was deactivated: sockets check whether they may stay."""
     _sender.send(owner_group(owner_id), {"type": "rights.changed"})
 
 
