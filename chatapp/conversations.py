@@ -268,6 +268,7 @@ def item_to_protocol(message: Message) -> protocol.Item:
         ],
         previous_item_id=message.parent_id,
         created_at=message.created_at,
+        finish_reason=cast(Any, message.finish_reason or None),
         report=message.report,
         error=message.error,
     )

@@ -21,6 +21,7 @@ EVENT_ID_MAX_LENGTH = 128
 STOP_STRINGS_MAX = 4
 
 MessageState = Literal["draft", "streaming", "done", "stopped", "failed"]
+FinishReason = Literal["stop", "length", "cancelled"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 Title = Annotated[str, StringConstraints(strip_whitespace=True, max_length=TITLE_MAX_LENGTH)]
@@ -238,7 +239,8 @@ class ErrorDetail(ServerModel):
 class CacheReport(ServerModel):
     """What an answer cost, counted in the engine. Tokens are counts; times are Unix seconds.
 
-    ``prompt_tokens = cached_tokens + computed_tokens``.
+    ``cached_tokens + computed_tokens`` is ``prompt_tokens``; of an answer that was interrupted and taken up again, it is
+    those and the tokens that the answer had by then.
     """
 
     prompt_tokens: int
@@ -264,6 +266,7 @@ class Item(ServerModel):
     content: list[Text]
     previous_item_id: UUID | None
     created_at: datetime
+    finish_reason: FinishReason | None = None
     report: CacheReport | None = None
     error: ErrorDetail | None = None
 

@@ -207,7 +207,7 @@ MODEL_DTYPE = env.str("MODEL_DTYPE", default="auto")
 ENGINE_THREADS = env.int("ENGINE_THREADS", default=0)
 KV_MEMORY_MB = env.int("KV_MEMORY_MB", default=2048)
 PREFILL_CHUNK = env.int("PREFILL_CHUNK", default=256)
-MAX_RUNNING = env.int("MAX_RUNNING", default=8)
+MAX_RUNNING = env.int("MAX_RUNNING", default=64)
 
 LOGGING = {
     "version": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -81,3 +82,10 @@ from django.db import connection
 cursor = connection.cursor(); cursor.execute("PRAGMA journal_mode"); print(cursor.fetchone()[0])
 """
     assert run_python(code, DATABASE_URL="") == "wal"
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (REPOSITORY / "docs" / "settings.md").read_text()
+    read = re.findall(r"env\.\w+\(\s*\"([A-Z_]+)\"", (REPOSITORY / "chatapp" / "settings.py").read_text())
+    documented = re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(read)

@@ -55,10 +55,10 @@ class ChatSocket:
             if wanted(event):
                 return self._kept.pop(index)
         while True:
-            event: Event = json.loads(self.connection.recv(timeout=timeout))
-            if wanted(event):
-                return event
-            self._kept.append(event)
+            received: Event = json.loads(self.connection.recv(timeout=timeout))
+            if wanted(received):
+                return received
+            self._kept.append(received)
 
     def expect(self, *types: str, timeout: float = TIMEOUT_SECONDS) -> Event:
         return self.receive(lambda event: event["type"] in types, timeout)

@@ -3,7 +3,7 @@
 import { announce } from './announce.js';
 import { forgetConversation, forgetOutgoing, readDraft, rememberOutgoing, writeDraft } from './drafts.js';
 import { RequestError } from './errors.js';
-import { gettext } from './i18n.js';
+import { formatNumber, gettext, interpolate } from './i18n.js';
 import { newId } from './ids.js';
 import { branchTo, isActive, isBelow } from './tree.js';
 
@@ -253,6 +253,11 @@ function checkLength(text, limits) {
   if (!limits) return null;
   const characters = [...text].length;
   const bytes = new Blob([JSON.stringify(text)]).size;
-  if (characters <= limits.message_characters && bytes + 1024 <= limits.event_bytes) return null;
-  return { code: 'message_too_long', message: 'The message is too long.' };
+  if (characters <= limits.message_characters)
+    return bytes + 1024 <= limits.event_bytes ? null : { code: 'event_too_large' };
+  const message = interpolate(
+    gettext('The message has %(characters)s characters; at most %(limit)s are taken. Shorten it or send it in parts.'),
+    { characters: formatNumber(characters), limit: formatNumber(limits.message_characters) },
+  );
+  return { code: 'message_too_long', message };
 }

@@ -27,7 +27,6 @@ const TEXTS = {
   empty_message: gettext('The message is empty. Write something first.'),
   id_in_use: gettext('This could not be stored. Reload the page and try again.'),
   internal_error: gettext('Something went wrong on the server. Try again in a moment.'),
-  message_too_long: gettext('The message is too long. Shorten it or send it in parts.'),
   model_unavailable: gettext('The model is not available right now.'),
   not_found: gettext('This is not there any more. It may have been deleted in another window.'),
   not_sent: gettext('This message did not reach the server. Send it again.'),
@@ -44,4 +43,12 @@ const TEXTS = {
 /** @param {ErrorDetail | null | undefined} detail */
 export function errorText(detail) {
   return TEXTS[detail?.code] ?? (detail?.message || gettext('Something went wrong.'));
+}
+
+/**
+ * The server's own words, where the text in the user's language says less: numbers, the name of a file.
+ * @param {ErrorDetail | null | undefined} detail
+ */
+export function errorDetails(detail) {
+  return detail?.message && detail.message !== errorText(detail) ? detail.message : '';
 }

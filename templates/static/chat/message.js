@@ -3,7 +3,7 @@
 import { cacheLine } from './cache_line.js';
 import { copyFrom } from './clipboard.js';
 import { element, icon, iconButton, reconcile } from './dom.js';
-import { errorText } from './errors.js';
+import { errorDetails, errorText } from './errors.js';
 import { formatMoment, formatNumber, gettext, interpolate } from './i18n.js';
 import { Markdown } from './markdown.js';
 import { isActive } from './tree.js';
@@ -98,6 +98,9 @@ export class MessageView {
       );
     }
     if (item.state === 'stopped') notes.push(element('p', { class: 'note' }, gettext('Stopped')));
+    if (item.finishReason === 'length') {
+      notes.push(element('p', { class: 'note' }, gettext('The answer has reached its longest length.')));
+    }
     if (item.state === 'failed') notes.push(this.#errorBox(item));
     if (!this.#editor) reconcile(this.body, [this.text, ...notes]);
     this.text.hidden = item.text === '';
@@ -127,6 +130,7 @@ export class MessageView {
       { class: 'error-box', testid: 'message-error' },
       icon('alert'),
       element('span', {}, errorText(item.error)),
+      element('small', { class: 'error-details', dir: 'auto' }, errorDetails(item.error)),
       element(
         'button',
         {

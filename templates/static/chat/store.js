@@ -10,6 +10,7 @@
  * @property {string | null} parent
  * @property {string} createdAt
  * @property {Report | null} report
+ * @property {'stop' | 'length' | 'cancelled' | null} finishReason
  * @property {import('./errors.js').ErrorDetail | null} error
  * @property {'pending' | 'refused' | 'stored'} sync pending: sent, not confirmed; refused: only this page has it
  * @property {number} sequence the last sequence_number seen of an answer
@@ -92,6 +93,7 @@ export function itemFromServer(item) {
     parent: item.previous_item_id,
     createdAt: item.created_at,
     report: item.report ?? null,
+    finishReason: item.finish_reason ?? null,
     error: item.error ?? null,
     sync: 'stored',
     sequence: 0,
