@@ -52,7 +52,7 @@ class _TurnWriter:
         self.is_complete = bool(log) and log[-1].is_last
         self.text = "".join(entry.event.get("delta", "") for entry in log)
         self.tokens = [token for entry in log for token in entry.tokens]
-        self.cancel_requested = self._streams.cancel_requested(turn)
+        self.cancel_requested = False
 
     @property
     def next_number(self) -> int:
@@ -61,6 +61,8 @@ class _TurnWriter:
     def begin(self) -> None:
         if self._length == 0:
             self._append(protocol.ResponseInProgress(response_id=self._turn, sequence_number=1))
+        else:
+            self.poll_cancel()
 
     def delta(self, text: str, tokens: Sequence[int], sampled_at: float) -> None:
         self.tokens.extend(tokens)
@@ -108,7 +110,6 @@ def answer(answer_id: UUID) -> None:
 
 def _answer(message: Message, writer: _TurnWriter) -> None:
     try:
-        writer.begin()
         _generate(message, writer)
     except StaleWriter:
         raise
@@ -144,7 +145,10 @@ def _generate(message: Message, writer: _TurnWriter) -> None:
         )
     )
     try:
+        writer.begin()
         while True:
+            if writer.cancel_requested:
+                generation.cancel()
             event = generation.next_event(_CANCEL_POLL_SECONDS)
             if event is None:
                 writer.poll_cancel()
@@ -152,8 +156,6 @@ def _generate(message: Message, writer: _TurnWriter) -> None:
                 writer.delta(event.text, event.token_ids, event.sampled_at)
             else:
                 break
-            if writer.cancel_requested:
-                generation.cancel()
     finally:
         generation.cancel()
     if isinstance(event, FinishedEvent):

@@ -239,8 +239,8 @@ class ErrorDetail(ServerModel):
 class CacheReport(ServerModel):
     """What an answer cost, counted in the engine. Tokens are counts; times are Unix seconds.
 
-    ``cached_tokens + computed_tokens`` is ``prompt_tokens``; of an answer that was interrupted and taken up again, it is
-    those and the tokens that the answer had by then.
+    ``cached_tokens + computed_tokens`` is ``prompt_tokens``; of an answer that was interrupted and taken up again, it
+    is those and the tokens that the answer had by then.
     """
 
     prompt_tokens: int

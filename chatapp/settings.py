@@ -153,6 +153,8 @@ if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
         "timeout": 20,
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
     }
+    # The threads of the websocket and of tasks stay: they need not open the file for each query.
+    DATABASES["default"]["CONN_MAX_AGE"] = 60
 else:
     # Under ASGI a request's thread is new each time: connections are pooled instead of kept by thread.
     DATABASES["default"]["OPTIONS"] = {"pool": True}

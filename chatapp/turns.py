@@ -40,12 +40,12 @@ def create(owner: User, event: protocol.ResponseCreate) -> Message:
     if repeated is not None:
         return repeated
     question = _question(conversation, event.previous_item_id)
-    _check_active(owner)
+    active = _conversations_of_active_answers(owner)
     answer = Message(
         conversation=conversation,
         parent=question,
         role=Message.Role.ASSISTANT,
-        state=Message.State.DRAFT,
+        state=Message.State.DRAFT if conversation.pk in active else Message.State.STREAMING,
         sampling=_resolved_sampling(conversation, event.sampling),
     )
     if event.response_id is not None:
@@ -53,7 +53,8 @@ def create(owner: User, event: protocol.ResponseCreate) -> Message:
     answer.save(force_insert=True)
     conversation.leaf = answer
     conversations.mark_changed(conversation)
-    _dispatch_next(conversation)
+    if answer.state == Message.State.STREAMING:
+        transaction.on_commit(lambda: _enqueue(answer.pk))
     return answer
 
 
@@ -84,13 +85,19 @@ def _question(conversation: Conversation, message_id: UUID | None) -> Message:
     return question
 
 
-def _check_active(owner: User) -> None:
-    active = Message.objects.filter(conversation__owner=owner, state__in=Message.ACTIVE).count()
-    if active >= settings.MAX_ACTIVE_RESPONSES:
+def _conversations_of_active_answers(owner: User) -> list[UUID]:
+    """For each answer of the owner's that waits or is being made, its conversation; refused where they are many."""
+    active = list(
+        Message.objects.filter(conversation__owner=owner, state__in=Message.ACTIVE).values_list(
+            "conversation_id", flat=True
+        )
+    )
+    if len(active) >= settings.MAX_ACTIVE_RESPONSES:
         raise ProtocolError(
             "too_many_responses",
-            f"{active} of your answers are waiting or being written. Wait for one to end, or stop one.",
+            f"{len(active)} of your answers are waiting or being written. Wait for one to end, or stop one.",
         )
+    return active
 
 
 def _resolved_sampling(conversation: Conversation, sampling: protocol.Sampling) -> dict[str, Any]:
