@@ -19,7 +19,12 @@ app.autodiscover_tasks(["chatapp"])
 
 @worker_init.connect
 def start_engine(**_: Any) -> None:
-    # Imported here: the web process imports this module and must not import torch.
+    # Imported here: the web process imports this module and must not import torch. That takes seconds, so say first
+    # that there is a worker.
+    from chatapp import engine_status
+    from chatapp.protocol import ModelStatus
+
+    engine_status.publish(ModelStatus(state="starting"))
     from chatapp import engine_host
 
     engine_host.start()

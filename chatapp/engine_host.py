@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 import threading
 
 from django.conf import settings
 
-from chatapp import wakeups
+from chatapp import engine_status, wakeups
 from chatapp.protocol import ModelStatus
-from chatapp.streams import get_streams
 from chatapp.streams.base import ENGINE_HEARTBEAT_SECONDS
 from inference import Engine, EngineConfig, EngineStatus
-
-logger = logging.getLogger(__name__)
 
 
 class _Host:
     def __init__(self) -> None:
-        self._worker = f"{socket.gethostname()}:{os.getpid()}"
         self._stopped = threading.Event()
         self.engine = Engine(_config(), on_status=self._status_changed)
         self._heartbeat = threading.Thread(target=self._beat, name="engine-heartbeat", daemon=True)
@@ -32,34 +25,26 @@ class _Host:
     def stop(self) -> None:
         self._stopped.set()
         self.engine.shutdown()
-        try:
-            get_streams().publish_engine(self._worker, None)
-        except Exception:
-            logger.warning("Could not sign off", exc_info=True)
+        engine_status.publish(None)
         wakeups.engine_changed()
 
     def _beat(self) -> None:
         while not self._stopped.wait(ENGINE_HEARTBEAT_SECONDS):
-            self._publish(self.engine.status)
+            engine_status.publish(_to_protocol(self.engine.status))
 
     def _status_changed(self, status: EngineStatus) -> None:
-        self._publish(status)
+        engine_status.publish(_to_protocol(status))
         wakeups.engine_changed()
 
-    def _publish(self, status: EngineStatus) -> None:
-        try:
-            get_streams().publish_engine(
-                self._worker,
-                ModelStatus(
-                    state=status.state,
-                    progress=status.progress,
-                    model=status.model,
-                    detail=status.detail,
-                    context_length=status.context_length,
-                ),
-            )
-        except Exception:
-            logger.warning("Could not publish the engine's state", exc_info=True)
+
+def _to_protocol(status: EngineStatus) -> ModelStatus:
+    return ModelStatus(
+        state=status.state,
+        progress=status.progress,
+        model=status.model,
+        detail=status.detail,
+        context_length=status.context_length,
+    )
 
 
 def _config() -> EngineConfig:

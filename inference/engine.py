@@ -22,7 +22,7 @@ from inference.requests import GenerationRequest
 from inference.sampling import sample_token
 from inference.scheduler import Scheduler
 from inference.session_cache import SessionCache
-from inference.sources import model_folder
+from inference.sources import display_name, model_folder
 from inference.status import EngineSnapshot, EngineStatus, State
 from kvstore import Session, SessionStore
 
@@ -48,6 +48,7 @@ class Engine:
         """`on_status` is called from the engine's thread with each new status."""
         self.config = config
         self._on_status = on_status
+        self._name = display_name(config.model)
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -56,7 +57,7 @@ class Engine:
         self._store: SessionStore | None = None
         # Guards the three below. Once `_closed` is set, no generation is opened and none is left open.
         self._changed = threading.Condition()
-        self._status = EngineStatus("starting", 0.0, config.model, "starting")
+        self._status = EngineStatus("starting", 0.0, self._name, "starting")
         self._open: set[Generation] = set()
         self._closed: FailedEvent | None = None
 
@@ -156,7 +157,7 @@ class Engine:
 
     def _set_status(self, state: State, progress: float, detail: str) -> None:
         length = self._loaded.context_length if self._loaded and state == "ready" else None
-        status = EngineStatus(state, progress, self.config.model, detail, length)
+        status = EngineStatus(state, progress, self._name, detail, length)
         with self._changed:
             self._status = status
             self._changed.notify_all()

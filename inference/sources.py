@@ -44,6 +44,19 @@ def model_folder(model: str, cache_dir: Path, report: Report) -> Path:
     return folder
 
 
+def display_name(model: str) -> str:
+    """What people call the model: the name of its file or folder, or its hub id."""
+    if model.startswith("pypi:"):
+        try:
+            return gguf_of_package(model.removeprefix("pypi:")).stem
+        except ModelUnavailable:
+            return model
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
+
+
 def gguf_of_package(package: str) -> Path:
     """The one .gguf file that an installed package brings. Raises ModelUnavailable."""
     try:

@@ -15,8 +15,8 @@ State = Literal["starting", "converting", "loading", "ready", "failed"]
 class EngineStatus:
     """How far an engine is on its way to serve.
 
-    `progress` goes from 0 to 1 within a state; `detail` is text for people; `context_length` (tokens) is known once
-    the engine is ready.
+    `progress` goes from 0 to 1 within a state; `model` is its name and `detail` a text for people; `context_length`
+    (tokens) is known once the engine is ready.
     """
 
     state: State

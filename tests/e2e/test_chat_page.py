@@ -320,9 +320,8 @@ def test_a_refused_message_keeps_its_text(page: Page) -> None:
 
 def test_an_unknown_conversation_says_so(page: Page) -> None:
     page.goto("/c/00000000-0000-4000-8000-000000000000/")
-    expect(
-        page.get_by_text("no such conversation", exact=False).or_(page.get_by_test_id("empty-state")).first
-    ).to_be_visible()
+    expect(page.get_by_test_id("composer-error")).to_contain_text("not there any more")
+    expect(page.get_by_test_id("empty-state")).to_be_visible()
 
 
 # --- Keyboard, looks, language --------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Worker:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.process = spawn(
-            ["-m", "celery", "-A", "chatapp", "worker", "--loglevel", "WARNING"], environment
+            ["-m", "celery", "--quiet", "-A", "chatapp", "worker", "--loglevel", "WARNING"], environment
         )
 
     def stop(self) -> None:
