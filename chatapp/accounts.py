@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django.conf import settings
 from django.contrib.auth.tokens import PasswordResetTokenGenerator
 from django.urls import reverse
 from django.utils.encoding import force_str
@@ -33,7 +32,7 @@ def first_administrator() -> User:
     return User.objects.create_superuser(name)
 
 
-def one_time_sign_in_url(user: User, base_url: str = settings.PUBLIC_URL) -> str:
+def one_time_sign_in_url(user: User, base_url: str) -> str:
     """An absolute link that signs the user in, once and for a limited time."""
     encoded = urlsafe_base64_encode(str(user.pk).encode())
     return base_url + reverse("one-time-sign-in", args=[encoded, one_time_sign_in.make_token(user)])

@@ -6,17 +6,19 @@ import logging
 from collections.abc import Sequence
 from uuid import UUID
 
-from django.db import DatabaseError
+from django.db import DatabaseError, connection
+from redis.exceptions import RedisError
 
-from chatapp import conversations, engine_host, protocol, turns, wakeups
+from chatapp import conversations, engine_host, protocol, turns, wakeups, workers
 from chatapp.dialog import ContextPlan, plan_context
 from chatapp.models import Message
 from chatapp.protocol import CacheReport, ErrorDetail
 from chatapp.streams import Entry, StaleWriter, get_streams
+from chatapp.text import storable
 from inference import (
     ChatMessage,
     Engine,
-    FailedEvent,
+    EngineStopped,
     FinishedEvent,
     GenerationRequest,
     ModelUnavailable,
@@ -34,7 +36,7 @@ _CANCEL_POLL_SECONDS = 0.2
 _ANSWER_SHARE = 0.25
 
 
-class _Stopped(Exception):
+class _Cancelled(Exception):
     """The turn was cancelled before the engine had it."""
 
 
@@ -49,7 +51,6 @@ class _TurnWriter:
         self._streams = get_streams()
         log = self._streams.read(turn)
         self._length = len(log)
-        self.is_complete = bool(log) and log[-1].is_last
         self.text = "".join(entry.event.get("delta", "") for entry in log)
         self.tokens = [token for entry in log for token in entry.tokens]
         self.cancel_requested = False
@@ -60,65 +61,72 @@ class _TurnWriter:
 
     def begin(self) -> None:
         if self._length == 0:
-            self._append(protocol.ResponseInProgress(response_id=self._turn, sequence_number=1))
+            self._append_event(protocol.ResponseInProgress(response_id=self._turn, sequence_number=1))
         else:
             self.poll_cancel()
 
     def delta(self, text: str, tokens: Sequence[int], sampled_at: float) -> None:
+        text = storable(text)
         self.tokens.extend(tokens)
         self.text += text
-        self._append(
+        self._append_event(
             protocol.OutputTextDelta(
                 response_id=self._turn, sequence_number=self.next_number, delta=text, sampled_at=sampled_at
             ),
             tokens,
         )
 
-    def report(self, report: CacheReport) -> None:
-        self._append(
-            protocol.CacheReported(response_id=self._turn, sequence_number=self.next_number, report=report)
-        )
-
-    def end(self, answer: Message) -> None:
-        self._append_entry(turns.ending(answer, self.next_number))
+    def end(self, answer: Message, report: CacheReport | None) -> None:
+        """Append the last events, together, so that a log that has an end has all of it."""
+        entries = []
+        if report is not None:
+            reported = protocol.CacheReported(
+                response_id=self._turn, sequence_number=self.next_number, report=report
+            )
+            entries.append(Entry(reported.model_dump(mode="json")))
+        self._append([*entries, turns.ending(answer, self.next_number + len(entries))])
 
     def poll_cancel(self) -> None:
         self.cancel_requested = self._streams.cancel_requested(self._turn)
 
-    def _append(self, event: protocol.StreamEvent, tokens: Sequence[int] = ()) -> None:
-        self._append_entry(Entry(event.model_dump(mode="json"), tuple(tokens)))
+    def _append_event(self, event: protocol.StreamEvent, tokens: Sequence[int] = ()) -> None:
+        self._append([Entry(event.model_dump(mode="json"), tuple(tokens))])
 
-    def _append_entry(self, entry: Entry) -> None:
-        self.cancel_requested = self._streams.append(self._turn, [entry])
-        self._length += 1
+    def _append(self, entries: list[Entry]) -> None:
+        self.cancel_requested = self._streams.append(self._turn, entries)
+        self._length += len(entries)
         wakeups.turn_grew(self._turn)
 
 
 def answer(answer_id: UUID) -> None:
-    """Make the answer, from where an earlier delivery of the task left it; nothing if it is not wanted any more."""
-    message = Message.objects.select_related("conversation").filter(pk=answer_id).first()
-    if message is None or message.state != Message.State.STREAMING:
-        return
-    writer = _TurnWriter(answer_id)
-    if writer.is_complete:
-        return
+    """Make the answer, from where an earlier delivery of the task left it; nothing if it is not wanted any more.
+
+    A turn whose database, stream or engine fails under it is left as it is: some worker picks it up again.
+    """
     try:
-        _answer(message, writer)
+        with workers.holding(answer_id) as is_mine:
+            message = Message.objects.select_related("conversation").filter(pk=answer_id).first()
+            if is_mine and message is not None and message.state == Message.State.STREAMING:
+                _answer(message, _TurnWriter(answer_id))
+    except EngineStopped:
+        logger.info("Turn %s goes on when there is a worker again", answer_id)
     except StaleWriter:
-        logger.warning("Turn %s is written by another worker or was deleted; leaving it", answer_id)
+        logger.warning("Turn %s was deleted, or its stream was lost or is another worker's", answer_id)
+    except (DatabaseError, RedisError):
+        logger.exception("Turn %s cannot be stored now; it will be tried again", answer_id)
 
 
 def _answer(message: Message, writer: _TurnWriter) -> None:
     try:
         _generate(message, writer)
-    except StaleWriter:
-        raise
-    except _Stopped:
+    except _Cancelled:
         _end(writer, message, Message.State.STOPPED)
     except ModelUnavailable as unavailable:
         _fail(writer, message, "model_unavailable", unavailable.message)
     except PromptRefused as refused:
         _fail(writer, message, "prompt_refused", str(refused))
+    except (EngineStopped, StaleWriter, DatabaseError, RedisError):
+        raise
     except Exception:
         logger.exception("Turn %s failed", message.pk)
         _fail(
@@ -144,6 +152,8 @@ def _generate(message: Message, writer: _TurnWriter) -> None:
             sampling=sampling,
         )
     )
+    # The answer takes its time; a pooled connection is not held meanwhile.
+    connection.close()
     try:
         writer.begin()
         while True:
@@ -160,9 +170,10 @@ def _generate(message: Message, writer: _TurnWriter) -> None:
         generation.cancel()
     if isinstance(event, FinishedEvent):
         _finish(writer, message, event, plan)
-    elif isinstance(event, FailedEvent) and event.code != "engine_stopped":
+    elif event.code == "engine_stopped":
+        raise EngineStopped(event.message)
+    else:
         _fail(writer, message, event.code, event.message)
-    # A worker that is shut down leaves the turn as it is, for the next one to go on with.
 
 
 def _wait_for_model(engine: Engine, writer: _TurnWriter) -> None:
@@ -170,7 +181,7 @@ def _wait_for_model(engine: Engine, writer: _TurnWriter) -> None:
         if engine.wait_until_ready(_CANCEL_POLL_SECONDS):
             return
         writer.poll_cancel()
-    raise _Stopped
+    raise _Cancelled
 
 
 def _sampling_params(message: Message) -> SamplingParams:
@@ -218,13 +229,11 @@ def _finish(writer: _TurnWriter, message: Message, event: FinishedEvent, plan: C
         writer.delta(event.text, event.token_ids, event.usage.finished_at)
     else:
         writer.tokens.extend(event.token_ids)
-    report = _report(event.usage, plan)
-    writer.report(report)
     if (message.sampling or {})["stop"]:
         # The text may be cut at a stop string, in the middle of what the tokens say: the text counts.
         writer.tokens.clear()
     state = Message.State.STOPPED if event.reason == "cancelled" else Message.State.DONE
-    _end(writer, message, state, finish_reason=event.reason, report=report)
+    _end(writer, message, state, finish_reason=event.reason, report=_report(event.usage, plan))
 
 
 def _report(usage: Usage, plan: ContextPlan) -> CacheReport:
@@ -257,23 +266,14 @@ def _end(
     error: ErrorDetail | None = None,
 ) -> None:
     """Store the answer, then end its stream: who reads the end finds the answer stored."""
-    try:
-        stored = turns.finish(
-            message.pk,
-            state,
-            text=writer.text,
-            tokens=writer.tokens,
-            finish_reason=finish_reason,
-            report=report,
-            error=error,
-        )
-    except DatabaseError:
-        logger.exception("The answer of turn %s could not be stored", message.pk)
-        stored = message
-        stored.state = Message.State.FAILED
-        stored.text = writer.text
-        stored.error = ErrorDetail(
-            code="storage_unavailable", message="The answer could not be stored; is the disk full?"
-        ).model_dump(mode="json")
+    stored = turns.finish(
+        message.pk,
+        state,
+        text=writer.text,
+        tokens=writer.tokens,
+        finish_reason=finish_reason,
+        report=report,
+        error=error,
+    )
     if stored is not None:
-        writer.end(stored)
+        writer.end(stored, report)

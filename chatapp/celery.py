@@ -21,10 +21,10 @@ app.autodiscover_tasks(["chatapp"])
 def start_engine(**_: Any) -> None:
     # Imported here: the web process imports this module and must not import torch. That takes seconds, so say first
     # that there is a worker.
-    from chatapp import engine_status
+    from chatapp import workers
     from chatapp.protocol import ModelStatus
 
-    engine_status.publish(ModelStatus(state="starting"))
+    workers.publish(ModelStatus(state="starting"))
     from chatapp import engine_host
 
     engine_host.start()

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from channels.auth import get_user
-from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncWebsocketConsumer
 from django.conf import settings
 from django.db import DatabaseError, IntegrityError
 from redis.exceptions import RedisError
 
 from chatapp import conversations, protocol, turns, wakeups
+from chatapp.database import in_database
 from chatapp.followers import Follower
 from chatapp.models import User
 from chatapp.protocol import ErrorDetail, ProtocolError, ServerEvent, parse_client_event
@@ -44,7 +44,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         self._sending = asyncio.Lock()
         self._rights_checked_at = time.monotonic()
         self._groups: set[str] = set()
-        self._engine_watch: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         await self.accept()
         self.user: User = self.scope["user"]
         if not self.user.is_authenticated:
@@ -62,14 +62,14 @@ class ChatConsumer(AsyncWebsocketConsumer):
                 ),
             )
         )
-        self._engine_watch = asyncio.create_task(self._watch_engine())
+        self._looking = asyncio.create_task(self._look_around())
 
     async def disconnect(self, code: int) -> None:
         # Only the reading ends here: an answer is made to its end whether or not somebody watches.
         for _, task in self._followers.values():
             task.cancel()
-        if self._engine_watch is not None:
-            self._engine_watch.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         for group in self._groups:
             await self.channel_layer.group_discard(group, self.channel_name)
 
@@ -98,6 +98,15 @@ class ChatConsumer(AsyncWebsocketConsumer):
                 event_type,
                 event_id,
             )
+        except RedisError:
+            logger.exception("Event %s needs Redis", event_type)
+            await self._send_error(
+                "queue_unavailable",
+                "The server's queue cannot be reached. Try again.",
+                None,
+                event_type,
+                event_id,
+            )
         except Exception:
             logger.exception("Event %s failed", event_type)
             await self._send_error(
@@ -117,11 +126,11 @@ class ChatConsumer(AsyncWebsocketConsumer):
             )
 
     async def _item_create(self, event: protocol.ItemCreate) -> None:
-        message = await _in_database(conversations.add_message, self.user, event)
+        message = await in_database(conversations.add_message, self.user, event)
         await self._send_item(event, message)
 
     async def _edit(self, event: protocol.Edit) -> None:
-        message = await _in_database(conversations.edit_message, self.user, event)
+        message = await in_database(conversations.edit_message, self.user, event)
         await self._send_item(event, message)
 
     async def _send_item(self, event: protocol.ItemCreate | protocol.Edit, message: Any) -> None:
@@ -134,21 +143,23 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _response_create(self, event: protocol.ResponseCreate) -> None:
-        answer = await _in_database(turns.create, self.user, event)
+        answer = await in_database(turns.create, self.user, event)
         await self._send_event(
             protocol.ResponseCreated(in_reply_to=event.event_id, response=turns.to_protocol(answer))
         )
         await self._follow(answer.pk, after=0)
 
     async def _response_cancel(self, event: protocol.ResponseCancel) -> None:
-        await _in_database(turns.cancel, self.user, event.response_id)
+        events = await in_database(turns.cancel, self.user, event.response_id)
+        if event.response_id not in self._followers:
+            await self._follow(event.response_id, after=events)
 
     async def _resume(self, event: protocol.Resume) -> None:
-        await _in_database(turns.find, self.user, event.response_id)
+        await in_database(turns.find, self.user, event.response_id)
         await self._follow(event.response_id, event.sequence_number)
 
     async def _branch(self, event: protocol.Branch) -> None:
-        conversation = await _in_database(conversations.select_branch, self.user, event)
+        conversation = await in_database(conversations.select_branch, self.user, event)
         await self._send_event(
             protocol.BranchSelected(
                 in_reply_to=event.event_id, conversation=conversation.pk, leaf=conversation.leaf_id
@@ -156,7 +167,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _conversation_create(self, event: protocol.ConversationCreate) -> None:
-        conversation = await _in_database(conversations.create, self.user, event)
+        conversation = await in_database(conversations.create, self.user, event)
         await self._send_event(
             protocol.ConversationCreated(
                 in_reply_to=event.event_id, conversation=conversations.to_protocol(conversation)
@@ -164,7 +175,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _conversation_update(self, event: protocol.ConversationUpdate) -> None:
-        conversation = await _in_database(conversations.update, self.user, event)
+        conversation = await in_database(conversations.update, self.user, event)
         await self._send_event(
             protocol.ConversationUpdated(
                 in_reply_to=event.event_id, conversation=conversations.to_protocol(conversation)
@@ -172,7 +183,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _conversation_delete(self, event: protocol.ConversationDelete) -> None:
-        answers = await _in_database(conversations.delete, self.user, event.conversation)
+        answers = await in_database(conversations.delete, self.user, event.conversation)
         for answer in answers:
             await self._unfollow(answer)
         await self._send_event(
@@ -180,7 +191,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _conversation_list(self, event: protocol.ConversationList) -> None:
-        page, cursor = await _in_database(conversations.list_page, self.user, event)
+        page, cursor = await in_database(conversations.list_page, self.user, event)
         await self._send_event(
             protocol.ConversationListed(
                 in_reply_to=event.event_id,
@@ -190,7 +201,7 @@ class ChatConsumer(AsyncWebsocketConsumer):
         )
 
     async def _conversation_open(self, event: protocol.ConversationOpen) -> None:
-        opened = await _in_database(conversations.opened, self.user, event.conversation)
+        opened = await in_database(conversations.opened, self.user, event.conversation)
         await self._send_event(opened.model_copy(update={"in_reply_to": event.event_id}))
 
     _handlers: ClassVar[dict[type[protocol.ClientEvent], Callable[[ChatConsumer, Any], Awaitable[None]]]] = {
@@ -269,20 +280,23 @@ class ChatConsumer(AsyncWebsocketConsumer):
         self._rights_checked_at = float("-inf")
         await self._may_stay()
 
-    # --- The engine's state -------------------------------------------------------------------------
+    # --- What changes around the socket ------------------------------------------------------------
 
-    async def _watch_engine(self) -> None:
-        """Notice also what nobody wakes for: a worker that was killed."""
+    async def _look_around(self) -> None:
+        """Notice also what nobody wakes for: a worker that was killed, a session that ended, a group that forgot."""
         while True:
             await asyncio.sleep(ENGINE_HEARTBEAT_SECONDS)
-            await self._tell_model()
+            try:
+                # Groups forget members after a day, and those that were slow to read.
+                for group in list(self._groups):
+                    await self.channel_layer.group_add(group, self.channel_name)
+                await self._may_stay()
+                await self._tell_model()
+            except (OSError, RedisError, DatabaseError):
+                logger.warning("A socket could not look around", exc_info=True)
 
     async def _tell_model(self) -> None:
-        try:
-            model = await _model_status()
-        except (OSError, RedisError):
-            logger.warning("The engine's state could not be read", exc_info=True)
-            return
+        model = await _model_status()
         if model != self._model:
             self._model = model
             await self._send_event(protocol.ModelChanged(model=model))
@@ -347,11 +361,6 @@ def _short_string(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
     return value[: protocol.EVENT_ID_MAX_LENGTH]
-
-
-@database_sync_to_async
-def _in_database(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 async def _model_status() -> protocol.ModelStatus:

@@ -5,6 +5,7 @@ Plain synchronous functions over the database. What is not the owner's is not th
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime
 from typing import Any, cast
 from uuid import UUID
@@ -13,12 +14,16 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from chatapp import protocol, wakeups
 from chatapp.models import Conversation, Message, User
 from chatapp.protocol import ProtocolError
 from chatapp.streams import get_streams
 from chatapp.text import clean_line, clean_text, is_blank, title_from
+
+logger = logging.getLogger(__name__)
 
 
 def find(owner: User, conversation_id: UUID, *, lock: bool = False) -> Conversation:
@@ -96,16 +101,25 @@ def delete(owner: User, conversation_id: UUID) -> list[UUID]:
     all_answers = list(answers.values_list("pk", flat=True))
     conversation.delete()
 
-    def forget() -> None:
-        streams = get_streams()
-        for answer in all_answers:
+    transaction.on_commit(lambda: wakeups.conversation_deleted(owner.pk, conversation_id))
+    transaction.on_commit(lambda: _forget(owner, conversation_id, all_answers, active))
+    return all_answers
+
+
+def _forget(owner: User, conversation_id: UUID, answers: list[UUID], active: set[UUID]) -> None:
+    """Drop what is kept of a deleted conversation outside of the database."""
+    from chatapp.tasks import forget_conversation
+
+    streams = get_streams()
+    try:
+        for answer in answers:
             streams.discard(answer)
             if answer in active:
                 streams.request_cancel(answer)
-        wakeups.conversation_deleted(owner.pk, conversation_id)
-
-    transaction.on_commit(forget)
-    return all_answers
+        forget_conversation.apply_async((str(conversation_id), owner.pk), retry=False)
+    except (OperationalError, RedisError):
+        # The streams expire, and the KV goes when its memory is needed.
+        logger.warning("Conversation %s is deleted, but not yet everywhere", conversation_id, exc_info=True)
 
 
 def list_page(owner: User, event: protocol.ConversationList) -> tuple[list[Conversation], str | None]:
@@ -275,10 +289,13 @@ def item_to_protocol(message: Message) -> protocol.Item:
 
 
 def opened(owner: User, conversation_id: UUID) -> protocol.ConversationOpened:
-    """A conversation with all its messages, read in one transaction so that they fit together."""
-    with transaction.atomic():
-        conversation = find(owner, conversation_id)
-        messages = list(conversation.messages.all())
+    """A conversation with all its messages.
+
+    Read without a transaction, which in SQLite would wait for writers: the messages are read after the conversation,
+    so its leaf is among them.
+    """
+    conversation = find(owner, conversation_id)
+    messages = list(conversation.messages.all())
     return protocol.ConversationOpened(
         conversation=to_protocol(conversation),
         items=[item_to_protocol(message) for message in messages],

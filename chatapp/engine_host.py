@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from django.conf import settings
+from django.db import DatabaseError, connections
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
-from chatapp import engine_status, wakeups
+from chatapp import turns, wakeups, workers
 from chatapp.protocol import ModelStatus
 from chatapp.streams.base import ENGINE_HEARTBEAT_SECONDS
 from inference import Engine, EngineConfig, EngineStatus
+
+logger = logging.getLogger(__name__)
 
 
 class _Host:
@@ -25,15 +31,25 @@ class _Host:
     def stop(self) -> None:
         self._stopped.set()
         self.engine.shutdown()
-        engine_status.publish(None)
+        workers.publish(None)
         wakeups.engine_changed()
 
     def _beat(self) -> None:
-        while not self._stopped.wait(ENGINE_HEARTBEAT_SECONDS):
-            engine_status.publish(_to_protocol(self.engine.status))
+        """Say that this worker lives, keep its turns, and pick up those of workers that do not."""
+        while True:
+            workers.publish(_to_protocol(self.engine.status))
+            try:
+                workers.renew_claims()
+                turns.pick_up_abandoned()
+            except (DatabaseError, OperationalError, RedisError):
+                logger.warning("Could not look after the turns; trying again", exc_info=True)
+            finally:
+                connections.close_all()
+            if self._stopped.wait(ENGINE_HEARTBEAT_SECONDS):
+                return
 
     def _status_changed(self, status: EngineStatus) -> None:
-        engine_status.publish(_to_protocol(status))
+        workers.publish(_to_protocol(status))
         wakeups.engine_changed()
 
 
@@ -75,13 +91,11 @@ def start() -> Engine:
 
 
 def get() -> Engine:
-    """This process's engine, started if need be."""
+    """This process's engine, started if need be. Once stopped, it stays stopped."""
     return _host.engine if _host is not None else start()
 
 
 def stop() -> None:
-    global _host
     with _lock:
         if _host is not None:
             _host.stop()
-            _host = None

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID
 
-from channels.db import database_sync_to_async
 from redis.exceptions import RedisError
 
 from chatapp import turns
+from chatapp.database import in_database
 from chatapp.models import Message
 from chatapp.streams import Entry, get_streams
 
@@ -42,7 +42,7 @@ class Follower:
             self._woken.clear()
             entries = await self._read()
             if not entries and doubtful:
-                stored = await self._stored_ending()
+                stored = await in_database(self._stored_ending)
                 if stored is None:
                     return
                 entries = stored
@@ -68,7 +68,6 @@ class Follower:
             return False
         return True
 
-    @database_sync_to_async
     def _stored_ending(self) -> list[Entry] | None:
         """The end of a turn whose log is gone or broke off, from the database.
 

@@ -25,6 +25,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 Title = Annotated[str, StringConstraints(strip_whitespace=True, max_length=TITLE_MAX_LENGTH)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00]*$")]
 SystemPrompt = Annotated[str, StringConstraints(max_length=SYSTEM_PROMPT_MAX_LENGTH)]
 
 
@@ -48,9 +49,7 @@ class Sampling(BaseModel):
     top_k: int | None = Field(None, ge=0, le=1_000_000)
     seed: int | None = Field(None, ge=0, lt=2**63)
     max_output_tokens: int | None = Field(None, ge=1, le=1_000_000)
-    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=100)]] | None = Field(
-        None, max_length=STOP_STRINGS_MAX
-    )
+    stop: list[StopString] | None = Field(None, max_length=STOP_STRINGS_MAX)
 
 
 # --- What a client sends ------------------------------------------------------------------------

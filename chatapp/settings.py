@@ -6,8 +6,10 @@ processes instead of one) and an https ``PUBLIC_URL`` (everything that a public 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,12 +23,14 @@ env = environ.Env()
 
 def stored_secret_key(path: Path) -> str:
     """Read this installation's secret key; on the first start make one that only its user can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Complete before it has its name: another process that starts now finds all of it or nothing.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
             file.write(secrets.token_urlsafe(64))
-    except FileExistsError:
-        pass
+            file.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(file.name, path)
     return path.read_text()
 
 
@@ -38,9 +42,9 @@ DEBUG = env.bool("DEBUG", default=False)
 
 PUBLIC_URL = env.str("PUBLIC_URL", default="http://127.0.0.1:8000").rstrip("/")
 _public = urlsplit(PUBLIC_URL)
-_is_local = _public.hostname in ("127.0.0.1", "localhost", "::1")
+IS_LOCAL = _public.hostname in ("127.0.0.1", "localhost", "::1")
 ALLOWED_HOSTS = [
-    *(["127.0.0.1", "localhost", "[::1]"] if _is_local else [_public.hostname or ""]),
+    *(["127.0.0.1", "localhost", "[::1]"] if IS_LOCAL else [_public.hostname or ""]),
     *env.list("ALLOWED_HOSTS", default=[]),
 ]
 # Pages of these origins may open the websocket and post forms, beside the page's own.
@@ -51,9 +55,9 @@ SECURE = _public.scheme == "https"
 SECURE_SSL_REDIRECT = SECURE
 SESSION_COOKIE_SECURE = SECURE
 CSRF_COOKIE_SECURE = SECURE
-SECURE_HSTS_SECONDS = env.int("HSTS_SECONDS", default=365 * 24 * 3600) if SECURE else 0
-SECURE_HSTS_INCLUDE_SUBDOMAINS = SECURE
-SECURE_HSTS_PRELOAD = SECURE
+SECURE_HSTS_SECONDS = env.int("HSTS_SECONDS", default=3600) if SECURE else 0
+SECURE_HSTS_INCLUDE_SUBDOMAINS = SECURE and env.bool("HSTS_INCLUDE_SUBDOMAINS", default=True)
+SECURE_HSTS_PRELOAD = SECURE and env.bool("HSTS_PRELOAD", default=True)
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_NAME = "keepwarm_session"
 X_FRAME_OPTIONS = "DENY"
@@ -139,25 +143,32 @@ LOGIN_REDIRECT_URL = "chat"
 LOGOUT_REDIRECT_URL = "sign-in"
 # How long a printed one-time sign-in link works.
 PASSWORD_RESET_TIMEOUT = 24 * 3600
-SIGN_UP_ALLOWED = env.bool("SIGN_UP_ALLOWED", default=True)
+# On a public address an administrator decides who has an account, unless it is opened.
+SIGN_UP_ALLOWED = env.bool("SIGN_UP_ALLOWED", default=IS_LOCAL)
 
 # --- Storage and messaging ----------------------------------------------------------------------
 
 REDIS_URL = env.str("REDIS_URL", default="")
 DATABASE_URL = env.str("DATABASE_URL", default="") or f"sqlite:///{DATA_DIR / 'keepwarm.sqlite3'}"
 DATABASES = {"default": env.db_url_config(DATABASE_URL)}
+_database_options = DATABASES["default"].setdefault("OPTIONS", {})
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
-    DATABASES["default"]["OPTIONS"] = {
+    _database_options |= {
         # A transaction takes the write lock at its start, so that two of them queue instead of failing half-way.
         "transaction_mode": "IMMEDIATE",
         "timeout": 20,
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
     }
-    # The threads of the websocket and of tasks stay: they need not open the file for each query.
+    # The websockets' database threads stay: they need not open the file for each query.
     DATABASES["default"]["CONN_MAX_AGE"] = 60
 else:
     # Under ASGI a request's thread is new each time: connections are pooled instead of kept by thread.
-    DATABASES["default"]["OPTIONS"] = {"pool": True}
+    _database_options["pool"] = {
+        "min_size": 1,
+        "max_size": env.int("DATABASE_POOL", default=20),
+        "timeout": 10,
+    }
+    DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
 
 CHANNEL_LAYERS: dict[str, Any] = {
     "default": {

@@ -17,7 +17,7 @@ def answer_turn(answer_id: str) -> None:
 
 @shared_task(name="keepwarm.forget_conversation")
 def forget_conversation(conversation_id: str, owner_id: int) -> None:
-    """Drop the KV of a deleted conversation."""
+    """Drop the KV of a deleted conversation; on another worker it goes when its memory is needed."""
     from chatapp import engine_host
 
     engine_host.get().drop_session(conversation_id, str(owner_id))

@@ -9,9 +9,14 @@ _UNSTORABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _LINE_ENDS = re.compile("\r\n?|\u2028|\u2029")
 
 
+def storable(text: str) -> str:
+    """Make control characters and half characters visible as U+FFFD."""
+    return _UNSTORABLE.sub("\ufffd", text)
+
+
 def clean_text(text: str) -> str:
-    """Normalise line ends to ``\\n`` and make control characters visible as U+FFFD."""
-    return _UNSTORABLE.sub("\ufffd", _LINE_ENDS.sub("\n", text))
+    """The same, and normalise line ends to ``\\n``."""
+    return storable(_LINE_ENDS.sub("\n", text))
 
 
 def clean_line(text: str) -> str:

@@ -6,6 +6,7 @@ A turn is the answer's message: ``draft`` while it waits, ``streaming`` from the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ from uuid import UUID
 
 from django.conf import settings
 from django.db import transaction
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from chatapp import conversations, protocol, wakeups
 from chatapp.models import Conversation, Message, User
 from chatapp.protocol import ErrorDetail, ProtocolError
-from chatapp.streams import Entry, get_streams
+from chatapp.streams import Entry, StaleWriter, get_streams
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def create(owner: User, event: protocol.ResponseCreate) -> Message:
     conversation.leaf = answer
     conversations.mark_changed(conversation)
     if answer.state == Message.State.STREAMING:
-        transaction.on_commit(lambda: _enqueue(answer.pk))
+        transaction.on_commit(lambda: _enqueue_or_fail(answer.pk))
     return answer
 
 
@@ -123,15 +125,21 @@ def _dispatch_next(conversation: Conversation) -> None:
     answer.state = Message.State.STREAMING
     answer.save(update_fields=["state"])
     answer_id = answer.pk
-    transaction.on_commit(lambda: _enqueue(answer_id))
+    transaction.on_commit(lambda: _enqueue_or_fail(answer_id))
 
 
 def _enqueue(answer_id: UUID) -> None:
+    """Raises OperationalError (of kombu) or RedisError where the queue cannot be reached."""
     from chatapp.tasks import answer_turn
 
-    try:
+    if get_streams().mark_queued(answer_id):
         answer_turn.apply_async((str(answer_id),), retry=False)
-    except answer_turn.OperationalError:
+
+
+def _enqueue_or_fail(answer_id: UUID) -> None:
+    try:
+        _enqueue(answer_id)
+    except (OperationalError, RedisError):
         logger.exception("Could not enqueue turn %s", answer_id)
         fail(
             answer_id,
@@ -139,12 +147,18 @@ def _enqueue(answer_id: UUID) -> None:
         )
 
 
-def recover() -> None:
-    """Enqueue again what an earlier run of the one-process server left unfinished."""
-    for answer in Message.objects.filter(state=Message.State.STREAMING):
-        _enqueue(answer.pk)
-    waiting = Conversation.objects.filter(messages__state=Message.State.DRAFT).distinct()
-    for conversation_id in list(waiting.values_list("pk", flat=True)):
+def pick_up_abandoned() -> None:
+    """Enqueue again the turns that nobody makes and that are not in the queue.
+
+    Their worker died, the queue was lost, or what ended them could not be stored. Each worker calls this at its start
+    and with each heartbeat; a turn that is enqueued twice is made once.
+    """
+    for answer_id in Message.objects.filter(state=Message.State.STREAMING).values_list("pk", flat=True):
+        _enqueue(answer_id)
+    waiting = Conversation.objects.filter(messages__state=Message.State.DRAFT).exclude(
+        messages__state=Message.State.STREAMING
+    )
+    for conversation_id in list(waiting.distinct().values_list("pk", flat=True)):
         with transaction.atomic():
             _dispatch_next(Conversation.objects.select_for_update().get(pk=conversation_id))
 
@@ -158,20 +172,25 @@ def find(owner: User, answer_id: UUID) -> Message:
     return answer
 
 
-@transaction.atomic
-def cancel(owner: User, answer_id: UUID) -> None:
-    """Stop an answer: one that waits ends at once, one in the making within a token."""
-    conversation = conversations.find(owner, find(owner, answer_id).conversation_id, lock=True)
+def cancel(owner: User, answer_id: UUID) -> int:
+    """Stop an answer: one that no worker has begun ends at once, one in the making within a token.
+
+    Returns:
+        The number of the last event that the answer had; its end comes after it.
+    """
     answer = find(owner, answer_id)
     if not answer.is_active:
         raise ProtocolError("not_active", "This answer is already finished.", param="response_id")
-    if answer.state == Message.State.STREAMING:
-        get_streams().request_cancel(answer_id)
-        return
-    answer.state = Message.State.STOPPED
-    answer.save(update_fields=["state"])
-    conversations.mark_changed(conversation)
-    transaction.on_commit(lambda: _append_ending(answer, after=0))
+    streams = get_streams()
+    streams.request_cancel(answer_id)
+    events = len(streams.read(answer_id))
+    if events == 0:
+        stopped = finish(answer_id, Message.State.STOPPED)
+        # A worker that begins at this moment ends the stream itself.
+        with contextlib.suppress(StaleWriter):
+            if stopped is not None:
+                _append_ending(stopped, after=0)
+    return events
 
 
 def finish(

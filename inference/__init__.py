@@ -1,8 +1,9 @@
 """The engine: it loads a language model and generates answers, many at a time, with KV from the kvstore.
 
 What lives here: model files and their conversion, chat templates, scheduling, sampling, text streaming. What does
-not: conversations, users, HTTP (chatapp), and the KV's storage (kvstore). Only processes that generate need torch and
-transformers: they are imported with `Engine` or `ChatFormat`, and the rest of this package's API is free of them.
+not: conversations, users, HTTP (chatapp), and the KV's storage (kvstore). Importing this package imports neither torch
+nor transformers: they come with the first use of `inference.Engine` or `inference.ChatFormat`. The rest of this
+package's API works without them, so that only processes that generate need them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from inference.config import EngineConfig
-from inference.errors import ModelUnavailable, PromptRefused
+from inference.errors import EngineStopped, ModelUnavailable, PromptRefused
 from inference.events import Event, FailedEvent, FinishedEvent, TokenEvent, Usage
 from inference.generation import Generation
 from inference.requests import ChatMessage, GenerationRequest, SamplingParams, Span
@@ -28,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "EngineSnapshot",
     "EngineStatus",
+    "EngineStopped",
     "Event",
     "FailedEvent",
     "FinishedEvent",

@@ -61,6 +61,12 @@ class Answer:
         return self._session
 
     @property
+    def planned_length(self) -> int:
+        """Tokens that the session has room reserved for: the prompt's, and the answer's up to its limit, which is
+        `max_tokens` or, where that is less, what the context leaves."""
+        return self.prompt_length + self._limit
+
+    @property
     def completion_length(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length

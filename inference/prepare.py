@@ -39,10 +39,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache",
         type=Path,
-        default=Path(os.environ.get("MODEL_CACHE", DEFAULT_CACHE)),
-        help="folder of converted models (default: $MODEL_CACHE, else %(default)s)",
+        default=_default_cache(),
+        help="folder of converted models (default: $MODEL_CACHE, else models in $DATA_DIR; now %(default)s)",
     )
     return parser
+
+
+def _default_cache() -> Path:
+    """Where the server looks: it has the same two settings."""
+    if "MODEL_CACHE" in os.environ:
+        return Path(os.environ["MODEL_CACHE"])
+    if "DATA_DIR" in os.environ:
+        return Path(os.environ["DATA_DIR"]) / "models"
+    return DEFAULT_CACHE
 
 
 class _Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from inference.answer import Answer
 
@@ -12,7 +12,8 @@ class Scheduler:
     """Orders answers: first come, first admitted, but for a session that is in use.
 
     Two answers of one session run one after the other, since the second builds on what the first leaves; other
-    sessions overtake it meanwhile. Used by one thread.
+    sessions overtake it meanwhile. Nobody overtakes an answer that waits for memory, however much that needs. Used by
+    one thread.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -39,13 +40,18 @@ class Scheduler:
         queue = self._running if answer in self._running else self._waiting
         queue.remove(answer)
 
-    def admit(self) -> Answer | None:
-        """Move the next answer that may run from waiting to running, and return it."""
+    def admit(self, fits: Callable[[Answer], bool]) -> Answer | None:
+        """Move the next answer that may run from waiting to running, and return it.
+
+        `fits` tells whether there is memory for an answer beside those that run. One that runs alone always may.
+        """
         if len(self._running) >= self._max_running:
             return None
         busy = {answer.session_key for answer in self._running} - {None}
         for answer in self._waiting:
             if answer.session_key not in busy:
+                if self._running and not fits(answer):
+                    return None
                 self._waiting.remove(answer)
                 self._running.append(answer)
                 return answer

@@ -40,6 +40,8 @@ class Session:
         self.id = session_id
         self._device = torch.device(device)
         self._account = account or (lambda change: None)
+        # Tokens that it will hold, when known: growing by factors stops there. Set by the store.
+        self.planned = 0
         self._tokens: list[int] = []
         self._capacity = 0
         self._keys = [self._empty_buffer(0) for _ in range(spec.layers)]
@@ -66,6 +68,11 @@ class Session:
         """Bytes of the buffers, used or not."""
         return self._capacity * self.spec.bytes_per_token
 
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the buffers once the session holds `planned` tokens."""
+        return max(self._capacity, self.planned) * self.spec.bytes_per_token
+
     def common_prefix(self, tokens: Sequence[int]) -> int:
         """Length of the longest common prefix of the session's tokens and `tokens`."""
         shorter = min(len(self._tokens), len(tokens))
@@ -80,6 +87,8 @@ class Session:
         if length <= self._capacity:
             return
         capacity = max(length, MINIMUM_CAPACITY, int(self._capacity * GROWTH))
+        if length <= self.planned:
+            capacity = min(capacity, self.planned)
         change = (capacity - self._capacity) * self.spec.bytes_per_token
         self._account(change)
         try:

@@ -41,6 +41,8 @@ class SessionStore:
 
     An acquired session is locked: it is never evicted, and may grow past the budget. The budget is enforced when a
     session grows, by evicting idle ones, and when one is released: a session that alone exceeds it is then dropped.
+    Who acquires sessions only when they fit (`fits`), with the `planned` length that was asked for, stays within the
+    budget, but for the moment in which one session is copied into larger buffers.
 
     One thread (the engine's) calls everything that changes the store or its sessions. `snapshot` may be called from
     any thread: it returns an immutable object that the writer replaces after each change.
@@ -63,15 +65,30 @@ class SessionStore:
         self._drops = 0
         self._publish()
 
-    def acquire(self, session_id: str | None, owner: str, tokens: Sequence[int]) -> tuple[Session, int]:
+    def fits(self, session_id: str | None, owner: str, planned: int) -> bool:
+        """Whether the session can be acquired for `planned` tokens, within the budget.
+
+        Reserved for each acquired session are the bytes of its planned tokens, or of its buffers where these are
+        larger. Idle sessions do not count, because they make room.
+        """
+        idle = self._idle.get((owner, session_id)) if session_id is not None else None
+        capacity = max(planned, idle.capacity if idle else 0)
+        reserved = sum(session.planned_bytes for session in (*self._locked.values(), *self._unkept))
+        return reserved + capacity * self.spec.bytes_per_token <= self.budget_bytes
+
+    def acquire(
+        self, session_id: str | None, owner: str, tokens: Sequence[int], *, planned: int = 0
+    ) -> tuple[Session, int]:
         """Find or make the owner's session and lock it.
 
         The session keeps the longest common prefix of what it held and `tokens`. Returns the session and the length
         of that prefix. A session of another owner never matches, even under the same id. With `session_id` None the
-        session is empty and freed at release. Raises SessionLocked when the session is already acquired.
+        session is empty and freed at release. `planned` is the number of tokens that it will hold at most, 0 when
+        that is not known. Raises SessionLocked when the session is already acquired.
         """
         if session_id is None:
             session = self._new_session(owner, None)
+            session.planned = planned
             self._unkept.add(session)
             self._publish()
             return session, 0
@@ -80,6 +97,7 @@ class SessionStore:
             raise SessionLocked(f"session {session_id!r} is in use")
         idle = self._idle.pop(key) if key in self._idle else None
         session = idle or self._new_session(owner, session_id)
+        session.planned = planned
         self._locked[key] = session
         matched = session.common_prefix(tokens)
         session.truncate(matched)
@@ -100,6 +118,7 @@ class SessionStore:
             if self._locked.get(key) is not session:
                 raise ValueError("the session is not acquired")
             del self._locked[key]
+            session.planned = 0
             self._keep_or_free(key, session)
         self._publish()
 

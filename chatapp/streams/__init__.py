@@ -2,7 +2,7 @@
 
 The worker appends, any number of sockets read, each at its own pace and again whenever it wants. No text is ever
 carried by a channel-layer message: those only wake readers up (chatapp/wakeups.py). Also here, because it lives in
-the same place: requests to cancel a turn, and what each worker says of its engine.
+the same place: which worker holds a turn, requests to cancel one, and what each worker says of its engine.
 """
 
 from functools import cache

@@ -14,6 +14,11 @@ from chatapp.protocol import ModelStatus
 ENGINE_HEARTBEAT_SECONDS = 10.0
 ENGINE_SILENT_SECONDS = 3 * ENGINE_HEARTBEAT_SECONDS
 
+# A worker renews its claim on a turn with each heartbeat; without, the turn is free again after this time. A turn in
+# the queue is taken for lost, and enqueued again, after the second.
+CLAIM_SECONDS = ENGINE_SILENT_SECONDS
+QUEUED_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -68,6 +73,15 @@ class TurnStreams(Protocol):
     def request_cancel(self, turn: UUID) -> None: ...
 
     def cancel_requested(self, turn: UUID) -> bool: ...
+
+    def mark_queued(self, turn: UUID) -> bool:
+        """Note that the turn is in the queue. False where it already is, or a worker holds it."""
+
+    def claim(self, turn: UUID, worker: str) -> bool:
+        """Take or renew the turn for a worker. False where another one holds it."""
+
+    def release(self, turn: UUID, worker: str) -> None:
+        """Give the turn back, if this worker holds it."""
 
     def publish_engine(self, worker: str, status: ModelStatus | None) -> None:
         """Say where the worker's engine is; None: the worker is gone."""

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from chatapp.protocol import ModelStatus
-from chatapp.streams.base import ENGINE_SILENT_SECONDS, Entry, StaleWriter
+from chatapp.streams.base import (
+    CLAIM_SECONDS,
+    ENGINE_SILENT_SECONDS,
+    QUEUED_SECONDS,
+    Entry,
+    StaleWriter,
+)
+
+_QUEUED = ""
 
 
 @dataclass
@@ -26,6 +34,8 @@ class MemoryTurnStreams:
         # Least recently appended first.
         self._logs: OrderedDict[UUID, _Log] = OrderedDict()
         self._cancelled: dict[UUID, float] = {}
+        # Who holds a turn, and until when; "" while it is in the queue.
+        self._holders: dict[UUID, tuple[str, float]] = {}
         self._engines: dict[str, tuple[float, ModelStatus]] = {}
 
     def append(self, turn: UUID, entries: Sequence[Entry]) -> bool:
@@ -61,6 +71,29 @@ class MemoryTurnStreams:
     def cancel_requested(self, turn: UUID) -> bool:
         with self._lock:
             return turn in self._cancelled
+
+    def mark_queued(self, turn: UUID) -> bool:
+        with self._lock:
+            if self._holder(turn) is not None:
+                return False
+            self._holders[turn] = (_QUEUED, time.monotonic() + QUEUED_SECONDS)
+            return True
+
+    def claim(self, turn: UUID, worker: str) -> bool:
+        with self._lock:
+            if self._holder(turn) not in (None, _QUEUED, worker):
+                return False
+            self._holders[turn] = (worker, time.monotonic() + CLAIM_SECONDS)
+            return True
+
+    def release(self, turn: UUID, worker: str) -> None:
+        with self._lock:
+            if self._holder(turn) == worker:
+                del self._holders[turn]
+
+    def _holder(self, turn: UUID) -> str | None:
+        holder, until = self._holders.get(turn, (None, 0.0))
+        return holder if until > time.monotonic() else None
 
     def publish_engine(self, worker: str, status: ModelStatus | None) -> None:
         with self._lock:

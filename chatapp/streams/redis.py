@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 
 from chatapp.protocol import ModelStatus
-from chatapp.streams.base import ENGINE_SILENT_SECONDS, Entry, StaleWriter
+from chatapp.streams.base import CLAIM_SECONDS, ENGINE_SILENT_SECONDS, QUEUED_SECONDS, Entry, StaleWriter
 
 _ENGINES = "keepwarm:engines"
 
@@ -39,8 +39,25 @@ return redis.call('EXISTS', KEYS[2])
 """
 
 
+# KEYS: claim. ARGV: worker, seconds. Returns whether the worker holds the turn now.
+_CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= '' and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+return 1
+"""
+
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+
 def _log_key(turn: UUID) -> str:
     return f"keepwarm:turn:{turn}"
+
+
+def _claim_key(turn: UUID) -> str:
+    return f"keepwarm:claim:{turn}"
 
 
 def _cancel_key(turn: UUID) -> str:
@@ -53,6 +70,8 @@ class RedisTurnStreams:
         self._keep_seconds = keep_seconds
         self._redis = redis.Redis.from_url(url)
         self._append = self._redis.register_script(_APPEND)
+        self._claim = self._redis.register_script(_CLAIM)
+        self._release = self._redis.register_script(_RELEASE)
         # An asyncio client belongs to the event loop that it was first used in.
         self._async_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, redis.asyncio.Redis] = (
             WeakKeyDictionary()
@@ -83,6 +102,15 @@ class RedisTurnStreams:
     def cancel_requested(self, turn: UUID) -> bool:
         return bool(self._redis.exists(_cancel_key(turn)))
 
+    def mark_queued(self, turn: UUID) -> bool:
+        return bool(self._redis.set(_claim_key(turn), "", nx=True, ex=int(QUEUED_SECONDS)))
+
+    def claim(self, turn: UUID, worker: str) -> bool:
+        return bool(self._claim(keys=[_claim_key(turn)], args=[worker, int(CLAIM_SECONDS)]))
+
+    def release(self, turn: UUID, worker: str) -> None:
+        self._release(keys=[_claim_key(turn)], args=[worker])
+
     def publish_engine(self, worker: str, status: ModelStatus | None) -> None:
         if status is None:
             self._redis.hdel(_ENGINES, worker)
@@ -92,10 +120,12 @@ class RedisTurnStreams:
     async def engine_statuses(self) -> list[ModelStatus]:
         oldest = time.time() - ENGINE_SILENT_SECONDS
         statuses = []
-        for value in cast(dict[bytes, bytes], await self._async_redis.hgetall(_ENGINES)).values():
+        for worker, value in cast(dict[bytes, bytes], await self._async_redis.hgetall(_ENGINES)).items():
             heard_at, _, status = value.partition(b" ")
             if float(heard_at) >= oldest:
                 statuses.append(ModelStatus.model_validate_json(status))
+            else:
+                await self._async_redis.hdel(_ENGINES, worker)
         return statuses
 
     @property

@@ -6,6 +6,7 @@ import re
 from urllib.parse import urlsplit
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
 from chatapp import accounts
@@ -79,7 +80,7 @@ def test_the_first_administrator_is_made_once() -> None:
 
 
 def test_the_link_signs_in_once(client: Client) -> None:
-    link = path_of(accounts.one_time_sign_in_url(accounts.first_administrator()))
+    link = path_of(accounts.one_time_sign_in_url(accounts.first_administrator(), "http://testserver"))
     client.get(link)
     assert is_signed_in(client)
     assert client.get("/admin/").status_code == 200
@@ -88,9 +89,17 @@ def test_the_link_signs_in_once(client: Client) -> None:
     assert not is_signed_in(other)
 
 
+def test_a_command_makes_links_for_anybody(client: Client) -> None:
+    User.objects.create_user("ada")
+    client.get(path_of(call_command("sign_in_link", "ada").strip()))
+    assert is_signed_in(client)
+    with pytest.raises(CommandError, match="eve"):
+        call_command("sign_in_link", "eve")
+
+
 def test_a_changed_or_expired_link_does_not_sign_in(client: Client) -> None:
     administrator = accounts.first_administrator()
-    link = path_of(accounts.one_time_sign_in_url(administrator))
+    link = path_of(accounts.one_time_sign_in_url(administrator, "http://testserver"))
     for wrong in (link[:-3] + "zz/", "/accounts/sign-in/MQ/x-y/", "/accounts/sign-in/!!/x-y/"):
         client.get(wrong)
         assert not is_signed_in(client)

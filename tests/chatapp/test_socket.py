@@ -54,7 +54,6 @@ def test_a_turn_from_message_to_report(socket: ChatSocket) -> None:
     ]
     done = events[-1]
     assert deltas(events) == text_of(done) != ""
-    assert "\ufffd" not in "".join(event.get("delta", "")[-1:] for event in events[1:-3])
     assert done["response"]["status"] == "incomplete", "the token limit ended it"
     report = events[-2]["report"]
     assert report["completion_tokens"] == 8

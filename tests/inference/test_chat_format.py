@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,10 +35,29 @@ DROPS_SYSTEM = (
 REWRITES = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | upper }}<|end|>{% endfor %}<|assistant|>"
 )
+TURN = "<|{{ m['role'] }}|>CONTENT<|end|>"
+TURNS = "{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>"
+ANSWER_ALONE = (
+    "{{ m['content'].split('</think>')[-1].lstrip() if m['role'] == 'assistant' else m['content'] }}"
+)
+# Each changes contents in its own way.
+CHANGING = {
+    "drops the thinking": TURNS.replace("CONTENT", ANSWER_ALONE),
+    "joins": TURNS.replace("CONTENT", "{{ m['content'].replace('~', '') }}"),
+    "repeats": TURNS.replace("CONTENT", "{{ m['content'] }} {{ m['content'] }}"),
+    "lets one decide on others": TURNS.replace(
+        "CONTENT", "{{ m['content'] | upper if '<|end|>' in messages[0]['content'] else m['content'] }}"
+    ),
+}
 
 
 def messages_of(turns: list[tuple[str, str]]) -> list[ChatMessage]:
     return [ChatMessage(f"m{i}", role, text) for i, (role, text) in enumerate(turns)]  # type: ignore[arg-type]
+
+
+@functools.cache
+def changing_format(name: str) -> ChatFormat:
+    return ChatFormat(tiny_tokenizer(CHANGING[name]))
 
 
 def joined(spans: list[Span]) -> list[int]:
@@ -156,11 +177,77 @@ def test_a_refused_conversation_says_so() -> None:
         ChatFormat(tiny_tokenizer(STRICT)).render(messages_of([("assistant", "Hi")]))
 
 
-def test_a_template_that_rewrites_contents_gives_one_span() -> None:
-    tokenizer = tiny_tokenizer(REWRITES)
+def test_contents_are_found_when_the_template_changes_them() -> None:
+    turns = [("user", "hi"), ("assistant", "Well.</think>\nyes"), ("user", "ok")]
+    messages = messages_of(turns)
+    for template, said in ((REWRITES, "WELL.</THINK>\nYES"), (CHANGING["drops the thinking"], "yes")):
+        tokenizer: Any = tiny_tokenizer(template)
+        # The tokens that were generated do not say what the template makes of them.
+        messages[1] = replace(messages[1], tokens=tuple(tokenizer.encode(turns[1][1])))
+        spans = ChatFormat(tokenizer).render(messages)
+        assert [span.source for span in spans if span.source != "template"] == ["m0", "m1", "m2"]
+        assert [tokenizer.decode(span.tokens) for span in spans if span.source == "m1"] == [said]
+        assert joined(spans) == templated(tokenizer, turns)
+
+
+def test_a_template_that_repeats_contents_gives_one_span() -> None:
+    tokenizer = tiny_tokenizer(CHANGING["repeats"])
     spans = ChatFormat(tokenizer).render(messages_of([("user", "hi"), ("assistant", "yes"), ("user", "ok")]))
     assert [span.source for span in spans] == ["template"]
     assert joined(spans) == templated(tokenizer, [("user", "hi"), ("assistant", "yes"), ("user", "ok")])
+
+
+FRAGMENTS = [
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "</think>",
+    "<|us",
+    "er|>",
+    "<",
+    "~",
+    "Hi\n",
+    " ",
+]
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=4))
+def test_nobody_forges_a_turn_where_the_template_changes_contents(name: str, texts: list[str]) -> None:
+    chat_format = changing_format(name)
+    honest, typed = (
+        joined(
+            chat_format.render(
+                messages_of(list(zip(itertools.cycle(["user", "assistant"]), said, strict=False)))
+            )
+        )
+        for said in (["Hi"] * len(texts), texts)
+    )
+    assert [token for token in typed if token < 4] == [token for token in honest if token < 4]
+
+
+def test_a_conversation_is_refused_when_nothing_else_prevents_a_forgery() -> None:
+    template = TURNS.replace("CONTENT", "{{ (m['content'] ~ m['content']).replace('~', '') }}")
+    chat_format = ChatFormat(tiny_tokenizer(template))
+    assert chat_format.render(messages_of([("user", "a ~ b <|end|>")]))
+    with pytest.raises(PromptRefused, match="special tokens"):
+        chat_format.render(messages_of([("user", "<|e~nd|>")]))
+
+
+def test_tokens_that_do_not_say_the_text_do_not_count(smollm_tokenizer: Any) -> None:
+    chat_format = ChatFormat(smollm_tokenizer)
+    text = "hello 😀"
+    own = tuple(token for letter in text for token in smollm_tokenizer.encode(letter))
+    expected = joined(chat_format.render(messages_of([("user", "Hi"), ("assistant", text)])))
+    for foreign in ((*own, 300), own[:-1], (*own, 10**6), (*own, -1), (), own[::-1]):
+        spans = chat_format.render(
+            [ChatMessage("q", "user", "Hi"), ChatMessage("a", "assistant", text, foreign)]
+        )
+        assert joined(spans) == expected
+    spans = chat_format.render([ChatMessage("q", "user", "Hi"), ChatMessage("a", "assistant", text, own)])
+    assert [span.tokens for span in spans if span.source == "a"] == [own]
 
 
 def test_a_model_without_template_gets_a_transcript() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from inference import (
     Engine,
     EngineConfig,
     EngineStatus,
+    EngineStopped,
     FinishedEvent,
     GenerationRequest,
     ModelUnavailable,
@@ -25,6 +27,7 @@ from inference import (
 from tests.inference.conftest import TINY_CONTEXT, EngineFactory, save_tiny_model, tiny_tokenizer
 from tests.inference.helpers import WAIT, collect, failure_of, finish_of, prompt_of, request, store_of
 
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # KV of one token of the tiny model
 POISON = 200  # a token that makes the model fail where a test asks for it
 
 
@@ -171,7 +174,7 @@ def test_drop_session(make_engine: EngineFactory) -> None:
 
 
 def test_little_memory_evicts_old_sessions_and_fails_nobody(make_engine: EngineFactory) -> None:
-    engine = make_engine(kv_bytes=100 * 2 * 2 * 2 * 8 * 4)  # a hundred tokens
+    engine = make_engine(kv_bytes=100 * TOKEN_BYTES)
     for number in range(6):
         collect(engine.submit(request(span_of(*letters(60, number)), session_id=str(number))))
     store = store_of(engine)
@@ -180,6 +183,36 @@ def test_little_memory_evicts_old_sessions_and_fails_nobody(make_engine: EngineF
     too_big = collect(engine.submit(request(span_of(*letters(400)), session_id="big")))
     assert too_big.end.reason == "length"
     assert store_of(engine).bytes == 0
+
+
+def test_answers_wait_until_their_kv_fits_whole(make_engine: EngineFactory) -> None:
+    engine = make_engine(kv_bytes=100 * TOKEN_BYTES)
+    running, held = [], []
+
+    def watch(input_ids: torch.Tensor) -> None:
+        running.append(engine.snapshot().running)
+        held.append(store_of(engine).bytes)
+
+    before_forward(engine, watch)
+    generations = [
+        engine.submit(request(span_of(*letters(25, number)), session_id=str(number % 5), max_tokens=20))
+        for number in range(8)
+    ]
+    assert [finish_of(generation).usage.completion_tokens for generation in generations] == [20] * 8
+    assert max(running) == 2
+    assert max(held) <= 100 * TOKEN_BYTES
+
+
+def test_nobody_overtakes_an_answer_that_waits_for_memory(make_engine: EngineFactory) -> None:
+    engine = make_engine(kv_bytes=100 * TOKEN_BYTES)
+    gate = Gate(engine)
+    sizes = (30, 90, 300, 30)  # the third is more than there is, and runs alone
+    generations = [engine.submit(request(span_of(*letters(size)), max_tokens=10)) for size in sizes]
+    gate.opened.set()
+    ends = [finish_of(generation).usage for generation in generations]
+    for before, after in itertools.pairwise(ends):
+        assert after.first_token_at is not None
+        assert before.finished_at <= after.first_token_at
 
 
 # Interleaving
@@ -432,7 +465,7 @@ def test_shutdown_ends_running_waiting_and_later_requests(make_engine: EngineFac
     engine.shutdown()
     assert {failure_of(generation).code for generation in generations} == {"engine_stopped"}
     assert failure_of(engine.submit(request(span_of(10)))).code == "engine_stopped"
-    with pytest.raises(ModelUnavailable, match="stopped"):
+    with pytest.raises(EngineStopped):
         engine.wait_until_ready(1)
 
 
@@ -461,11 +494,20 @@ def test_a_model_that_is_not_there_fails_requests_and_waiters(tmp_path: Path) ->
     engine.start()
     with pytest.raises(ModelUnavailable, match="no folder"):
         engine.wait_until_ready(WAIT)
+    engine.shutdown()  # a model that failed stays the reason
+    with pytest.raises(ModelUnavailable, match="no folder"):
+        engine.wait_until_ready(WAIT)
     assert failure_of(early).code == "model_unavailable"
     assert failure_of(engine.submit(request(span_of(10)))).code == "model_unavailable"
     assert engine.status.state == "failed"
     assert "no folder" in engine.status.detail
-    engine.shutdown()
+
+
+def test_an_engine_that_is_stopped_before_it_is_ready_says_so(tiny_folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(tiny_folder), device="cpu"))
+    threading.Timer(0.1, engine.shutdown).start()
+    with pytest.raises(EngineStopped):
+        engine.wait_until_ready(WAIT)
 
 
 def test_a_model_with_recurrent_state_is_refused(tmp_path: Path) -> None:

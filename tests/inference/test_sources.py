@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference import ModelUnavailable
+from inference.prepare import _parser
 from inference.sources import check_folder, model_folder
 from tests.inference.conftest import ROOT, save_tiny_model
 
@@ -123,6 +124,17 @@ def test_prepare_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "There is no folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_prepare_keeps_models_where_the_server_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MODEL_CACHE", raising=False)
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    assert _parser().parse_args([]).cache == ROOT / "var" / "models"
+    monkeypatch.setenv("DATA_DIR", "/data")
+    assert _parser().parse_args([]).cache == Path("/data/models")
+    monkeypatch.setenv("MODEL_CACHE", "/cache")
+    assert _parser().parse_args([]).cache == Path("/cache")
 
 
 def test_a_hub_model_without_network(tmp_path: Path) -> None:

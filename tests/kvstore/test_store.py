@@ -107,6 +107,55 @@ def test_an_active_session_may_exceed_the_budget_until_released() -> None:
     assert store.acquire("big", "me", [0])[1] == 0
 
 
+def test_buffers_grow_no_further_than_planned() -> None:
+    store = SessionStore(SPEC, 10 * SMALLEST)
+    session, _ = store.acquire("a", "me", [], planned=70)
+    compute(session, list(range(65)))
+    compute(session, list(range(5)))
+    assert session.capacity == 70
+    compute(session, [1])  # a plan is no limit
+    assert session.capacity > 71
+    store.release(session)
+    small, _ = store.acquire(None, "me", [], planned=5)
+    compute(small, [1])
+    assert small.capacity == 5
+
+
+def test_what_fits_is_what_active_sessions_leave() -> None:
+    store = SessionStore(SPEC, 2 * SMALLEST)
+    keep(store, "idle", "me", list(range(128)))
+    assert store.fits("new", "me", 128)
+    assert not store.fits("new", "me", 129)
+    kept, _ = store.acquire("a", "me", [], planned=50)
+    unkept, _ = store.acquire(None, "me", [], planned=50)
+    assert store.fits(None, "me", 28)
+    assert not store.fits("b", "me", 29)
+    # The idle session would bring its buffers, however few of its tokens it keeps.
+    assert store.fits("idle", "you", 10)
+    assert not store.fits("idle", "me", 10)
+    store.release(unkept)
+    assert store.fits("b", "me", 78)
+    compute(kept, list(range(100)))  # more than planned
+    assert not store.fits("b", "me", 29)
+    store.release(kept)
+    assert store.fits("b", "me", 128)
+
+
+def test_within_the_budget_as_long_as_what_is_acquired_fits() -> None:
+    store = SessionStore(SPEC, 3 * SMALLEST)
+    active: list[tuple[Session, int]] = []
+    for number in range(200):
+        planned = 1 + number * 37 % 150
+        while not store.fits(str(number % 7), "me", planned):
+            store.release(active.pop(0)[0])
+        if all(session.id != str(number % 7) for session, _ in active):
+            active.append((store.acquire(str(number % 7), "me", [], planned=planned)[0], planned))
+        for session, most in active:
+            compute(session, [number] * min(40, most - session.length))
+            assert store.snapshot().bytes <= store.budget_bytes
+    assert store.snapshot().evictions > 0
+
+
 def test_drop_forgets_an_idle_session_at_once_and_an_active_one_at_release() -> None:
     store = SessionStore(SPEC, 10 * SMALLEST)
     keep(store, "a", "me", [1])

@@ -19,7 +19,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
 
-from chatapp import accounts, turns, wakeups
+from chatapp import accounts, wakeups
 
 # uvicorn closes the socket at a frame above this; smaller ones that are too large get an error event.
 _FRAME_MAX_BYTES = 4 * 2**20
@@ -87,7 +87,7 @@ class Command(BaseCommand):
 
             worker = EmbeddedWorker()
             worker.start()
-        await asyncio.to_thread(self._before_first_request, listener, with_worker)
+        await asyncio.to_thread(self._welcome, listener)
         server = uvicorn.Server(
             uvicorn.Config(
                 "chatapp.asgi:application",
@@ -103,18 +103,29 @@ class Command(BaseCommand):
             if worker is not None:
                 await asyncio.to_thread(worker.stop)
 
-    def _before_first_request(self, listener: socket.socket, with_worker: bool) -> None:
-        if with_worker and not settings.REDIS_URL:
-            turns.recover()
-        administrator = accounts.first_administrator()
-        host, port = listener.getsockname()[:2]
-        base_url = settings.PUBLIC_URL
-        if urlsplit(base_url).hostname in ("127.0.0.1", "localhost"):
-            base_url = f"http://{'127.0.0.1' if ip_address(host).is_unspecified else host}:{port}"
-        self.stdout.write(f"Keepwarm is at {base_url}/ (stop it with Ctrl+C)")
-        self.stdout.write(
-            f"Sign in as {administrator.get_username()} with this link, which works once:\n"
-            f"  {accounts.one_time_sign_in_url(administrator, base_url)}"
-        )
+    def _welcome(self, listener: socket.socket) -> None:
+        if not settings.IS_LOCAL:
+            # A log of a public site is no place for a key to it.
+            self.stdout.write(
+                f"Keepwarm is at {settings.PUBLIC_URL}/. `manage.py sign_in_link` makes a link to sign in with."
+            )
+        else:
+            base_url = _local_url(*listener.getsockname()[:2])
+            administrator = accounts.first_administrator()
+            self.stdout.write(f"Keepwarm is at {base_url}/ (stop it with Ctrl+C)")
+            self.stdout.write(
+                f"Sign in as {administrator.get_username()} with this link, which works once:\n"
+                f"  {accounts.one_time_sign_in_url(administrator, base_url)}"
+            )
         self.stdout.flush()
         connections.close_all()
+
+
+def _local_url(host: str, port: int) -> str:
+    """The address to open; a host that was asked for by --host is one that may be asked for."""
+    if ip_address(host).is_unspecified:
+        host = "127.0.0.1"
+    name = f"[{host}]" if ":" in host else host
+    if name not in settings.ALLOWED_HOSTS:
+        settings.ALLOWED_HOSTS.append(name)
+    return f"http://{name}:{port}"

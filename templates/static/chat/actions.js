@@ -42,11 +42,6 @@ export class Actions {
     this.#router = router;
   }
 
-  get #shownThread() {
-    const { threads, shown } = this.#store.state;
-    return threads.get(shown);
-  }
-
   /**
    * Send a message and ask for its answer; in a new chat also create the conversation.
    * @param {string} text
@@ -151,10 +146,10 @@ export class Actions {
    * @param {string} message
    */
   regenerate(message) {
-    const { shown: conversation } = this.#store.state;
-    const { items, leaf } = this.#shownThread;
+    const { shown: conversation, threads } = this.#store.state;
+    const { items, leaf } = threads.get(conversation);
     const shownAnswer = branchTo(items, leaf).find((item) => item.parent === message);
-    this.#cancelBelow(message);
+    this.#cancelBelow(conversation, message);
     if (shownAnswer?.sync === 'refused') {
       this.#store.dispatch({ type: 'item/removed', conversation, id: shownAnswer.id });
     }
@@ -183,13 +178,14 @@ export class Actions {
     });
     this.#requestAnswer(conversation, wording, answer, added);
     await added;
-    this.#cancelBelow(message);
+    // The user may have gone to another conversation meanwhile, or deleted this one.
+    this.#cancelBelow(conversation, message);
     this.#add(conversation, pendingItem(answer, 'assistant', wording), { isLeaf: true });
   }
 
   /** Stop what is being written below a message that the user has just turned away from; others would wait for it. */
-  #cancelBelow(message) {
-    const { items } = this.#shownThread;
+  #cancelBelow(conversation, message) {
+    const items = this.#store.state.threads.get(conversation)?.items ?? new Map();
     for (const item of items.values()) {
       if (isActive(item) && isBelow(items, item.id, message)) this.#cancel(item.id);
     }
@@ -197,7 +193,8 @@ export class Actions {
 
   /** Stop the answer that is being written: the first one of the shown branch that has not ended. */
   stop() {
-    const thread = this.#shownThread;
+    const { shown, threads } = this.#store.state;
+    const thread = threads.get(shown);
     if (!thread) return;
     const active = branchTo(thread.items, thread.leaf).find(isActive) ?? [...thread.items.values()].find(isActive);
     if (active) this.#cancel(active.id);
@@ -217,8 +214,8 @@ export class Actions {
    * @param {string} id
    */
   async selectBranch(id) {
-    const { shown: conversation } = this.#store.state;
-    if (this.#shownThread.items.get(id)?.sync !== 'stored') {
+    const { shown: conversation, threads } = this.#store.state;
+    if (threads.get(conversation).items.get(id)?.sync !== 'stored') {
       this.#store.dispatch({ type: 'leaf/selected', conversation, leaf: id });
       return;
     }

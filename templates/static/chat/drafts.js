@@ -2,9 +2,11 @@
  * Texts that must not get lost before the server has them, kept in the browser for each user and conversation.
  *
  * A draft is what stands in the composer. An outgoing text has been sent and not been confirmed: if the page goes away
- * before the confirmation, the next page finds it here and puts it back into the composer.
+ * before the confirmation, the next page finds it here and puts it back into the composer. As long as the page is open
+ * it sends the text itself.
  */
 
+import { openPages, thisPage } from './pages.js';
 import { read, write } from './storage.js';
 
 const NEW_CHAT = 'new';
@@ -28,13 +30,16 @@ export function writeDraft(conversation, text) {
   write(draftKey(conversation), text === '' ? null : text);
 }
 
+/** @returns {{id: string, text: string, page?: string}[]} */
+const readOutgoing = (conversation) => read(outgoingKey(conversation)) ?? [];
+
 /**
  * @param {string} conversation
  * @param {string} id the message's
  * @param {string} text
  */
 export function rememberOutgoing(conversation, id, text) {
-  write(outgoingKey(conversation), [...(read(outgoingKey(conversation)) ?? []), { id, text }]);
+  write(outgoingKey(conversation), [...readOutgoing(conversation), { id, text, page: thisPage }]);
 }
 
 /**
@@ -42,18 +47,20 @@ export function rememberOutgoing(conversation, id, text) {
  * @param {string} id
  */
 export function forgetOutgoing(conversation, id) {
-  const rest = (read(outgoingKey(conversation)) ?? []).filter((outgoing) => outgoing.id !== id);
+  const rest = readOutgoing(conversation).filter((outgoing) => outgoing.id !== id);
   write(outgoingKey(conversation), rest.length ? rest : null);
 }
 
 /**
- * Take the texts that an earlier page sent and the server never got.
+ * Take the texts that a page which is gone sent and the server never got.
  * @param {string} conversation
  * @param {(id: string) => boolean} isKnown whether the server has the message, or this page is still sending it
  */
-export function takeUnsent(conversation, isKnown) {
-  const outgoing = read(outgoingKey(conversation)) ?? [];
-  const unsent = outgoing.filter(({ id }) => !isKnown(id));
+export async function takeUnsent(conversation, isKnown) {
+  const isUnknown = ({ id }) => !isKnown(id);
+  if (!readOutgoing(conversation).some(isUnknown)) return '';
+  const pages = await openPages();
+  const unsent = readOutgoing(conversation).filter((outgoing) => isUnknown(outgoing) && !pages.has(outgoing.page));
   for (const { id } of unsent) forgetOutgoing(conversation, id);
   return unsent.map(({ text }) => text).join('\n\n');
 }

@@ -62,7 +62,7 @@ function leave(conversation) {
 
 store.dispatch({ type: 'conversation/shown', id: data.conversation });
 startBanners(store);
-startThread(store, actions);
+startThread(store, { actions, sync });
 startSidebar(store, { actions, sync, router, onOpen: goTo });
 startSettings(store, actions);
 startThemeButton(byTestId('theme'));

@@ -2,8 +2,9 @@
 
 import { cacheLine } from './cache_line.js';
 import { copyFrom } from './clipboard.js';
-import { element, icon, iconButton, reconcile } from './dom.js';
-import { errorDetails, errorText } from './errors.js';
+import { element, iconButton, reconcile } from './dom.js';
+import { errorBox } from './error_box.js';
+import { errorText } from './errors.js';
 import { formatMoment, formatNumber, gettext, interpolate } from './i18n.js';
 import { Markdown } from './markdown.js';
 import { isActive } from './tree.js';
@@ -101,7 +102,9 @@ export class MessageView {
     if (item.finishReason === 'length') {
       notes.push(element('p', { class: 'note' }, gettext('The answer has reached its longest length.')));
     }
-    if (item.state === 'failed') notes.push(this.#errorBox(item));
+    if (item.state === 'failed') {
+      notes.push(errorBox(item.error, 'message-error', () => this.#actions.regenerate(item.parent)));
+    }
     if (!this.#editor) reconcile(this.body, [this.text, ...notes]);
     this.text.hidden = item.text === '';
 
@@ -122,26 +125,6 @@ export class MessageView {
     const focused = this.footer.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
     draw();
     if (focused) this.footer.querySelector(`[data-testid="${focused}"]`)?.focus({ preventScroll: true });
-  }
-
-  #errorBox(item) {
-    return element(
-      'div',
-      { class: 'error-box', testid: 'message-error' },
-      icon('alert'),
-      element('span', {}, errorText(item.error)),
-      element('small', { class: 'error-details', dir: 'auto' }, errorDetails(item.error)),
-      element(
-        'button',
-        {
-          type: 'button',
-          class: 'button small',
-          testid: 'retry',
-          on: { click: () => this.#actions.regenerate(item.parent) },
-        },
-        gettext('Retry'),
-      ),
-    );
   }
 
   #tools(item, place) {

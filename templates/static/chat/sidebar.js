@@ -1,12 +1,14 @@
 /** The list of conversations: search, date groups, rename and delete. */
 
+import { announce } from './announce.js';
 import { confirmAction } from './confirm.js';
 import { dateGroup } from './dates.js';
 import { byTestId, element, icon, iconButton, reconcile } from './dom.js';
+import { errorBox } from './error_box.js';
 import { errorText } from './errors.js';
 import { gettext, interpolate } from './i18n.js';
 import { attachMenu } from './menu.js';
-import { isActive } from './tree.js';
+import { isAnswering } from './tree.js';
 
 const SEARCH_DELAY_MS = 250;
 const TITLE_MAX_LENGTH = 200;
@@ -148,7 +150,7 @@ class Row {
 
 /** @param {import('./store.js').State} state */
 function answeringIds({ threads }) {
-  return [...threads].filter(([, { items }]) => [...items.values()].some(isActive)).map(([id]) => id);
+  return [...threads].filter(([, { items }]) => isAnswering(items)).map(([id]) => id);
 }
 
 /**
@@ -160,6 +162,8 @@ export function startSidebar(store, { actions, sync, router, onOpen }) {
   const list = document.getElementById('conversations');
   const search = byTestId('search');
   const note = element('p', { class: 'list-note' });
+  const failure = element('div', { class: 'list-failure' });
+  let drawnError = null;
   const end = element('div', { class: 'list-end' });
   /** @type {Map<string, Row>} */
   const rows = new Map();
@@ -181,10 +185,17 @@ export function startSidebar(store, { actions, sync, router, onOpen }) {
     return rows.get(id);
   }
 
-  function noteText({ isLoaded, search: text, ids }, connection) {
-    if (ids.length) return '';
+  function noteText({ isLoaded, search: text, ids, error }, connection) {
+    if (ids.length || error) return '';
     if (!isLoaded) return connection === 'lost' ? '' : gettext('Loading…');
     return text ? gettext('Nothing found.') : gettext('Your conversations will appear here.');
+  }
+
+  function drawFailure(error) {
+    if (error === drawnError) return;
+    drawnError = error;
+    failure.replaceChildren(...(error ? [errorBox(error, 'list-error', () => sync.readList())] : []));
+    if (error) announce(errorText(error));
   }
 
   const observer = new IntersectionObserver(
@@ -215,8 +226,10 @@ export function startSidebar(store, { actions, sync, router, onOpen }) {
       reconcile(rowList, nodes);
       return section;
     });
-    end.hidden = state.list.next === null;
-    reconcile(list, [...sections, note, end]);
+    drawFailure(state.list.error);
+    // After a failure the next page is not asked for again and again.
+    end.hidden = state.list.next === null || state.list.error !== null;
+    reconcile(list, [...sections, note, failure, end]);
     // Observing anew tells again whether the end is in sight: a page may have been too short to move it out.
     observer.unobserve(end);
     observer.observe(end);

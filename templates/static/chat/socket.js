@@ -12,6 +12,9 @@ import { newId } from './ids.js';
 const FIRST_DELAY_MS = 400;
 const LONGEST_DELAY_MS = 15_000;
 const SILENCE_MS = 20_000;
+/** After so long without a word the connection is put to the test, if there is reason to. */
+const QUIET_MS = 15_000;
+const CHECK_MS = 10_000;
 const CLOSED_SIGNED_OUT = 4401;
 const CLOSED_TOO_BIG = 1009;
 
@@ -19,7 +22,7 @@ const CLOSED_TOO_BIG = 1009;
  * @typedef {object} Request
  * @property {Record<string, any>} event
  * @property {boolean} resend whether it is sent again after a lost connection
- * @property {(event: Record<string, any>) => boolean} isAnswer
+ * @property {((event: Record<string, any>) => boolean) | null} isAnswer
  * @property {(answer: Record<string, any>) => void} resolve
  * @property {(error: RequestError) => void} reject
  */
@@ -37,15 +40,15 @@ export class Socket extends EventTarget {
   #failures = 0;
   #retryTimer = 0;
   #silenceTimer = 0;
+  #heardAt = 0;
 
   /** @param {string} url */
   constructor(url) {
     super();
     this.#url = url;
-    // No need to wait out the delay when the network or the user comes back.
-    window.addEventListener('online', () => this.#connectNow());
+    window.addEventListener('online', () => this.#onReturn());
     document.addEventListener('visibilitychange', () => {
-      if (!document.hidden) this.#connectNow();
+      if (!document.hidden) this.#onReturn();
     });
   }
 
@@ -65,10 +68,11 @@ export class Socket extends EventTarget {
    * @param {Record<string, any>} event
    * @param {object} [options]
    * @param {boolean} [options.resend]
-   * @param {(event: Record<string, any>) => boolean} [options.isAnswer] for the events that no reply names; errors do
+   * @param {((event: Record<string, any>) => boolean) | null} [options.isAnswer] for the events that no reply names,
+   *   only errors do: their answer may be a long time in coming
    * @returns {Promise<Record<string, any>>} rejects with a RequestError
    */
-  request(event, { resend = true, isAnswer = () => false } = {}) {
+  request(event, { resend = true, isAnswer = null } = {}) {
     return new Promise((resolve, reject) => {
       const request = { event: { ...event, event_id: newId() }, resend, isAnswer, resolve, reject };
       if (!this.#isReady && !resend) {
@@ -83,14 +87,25 @@ export class Socket extends EventTarget {
   #send(request) {
     this.#webSocket.send(JSON.stringify(request.event));
     // A network that was switched off swallows frames without a word. Silence after a question means it is gone.
-    if (request.resend && !this.#silenceTimer) {
-      this.#silenceTimer = setTimeout(() => this.#closed(null), SILENCE_MS);
-    }
+    if (!request.isAnswer) this.#expectWord(SILENCE_MS);
+  }
+
+  #expectWord(milliseconds) {
+    this.#silenceTimer ||= setTimeout(() => this.#closed(null), milliseconds);
+  }
+
+  /** See to it that a dead connection is noticed; it may look open for many minutes. Costs nothing on a busy one. */
+  check() {
+    if (!this.#isReady || this.#silenceTimer || Date.now() - this.#heardAt < QUIET_MS) return;
+    this.#expectWord(CHECK_MS);
+    // Any answer will do; this one is small. When none comes, the connection is replaced.
+    this.request({ type: 'keepwarm.conversation.list', limit: 1 }, { resend: false }).catch(() => {});
   }
 
   #receive(event) {
     clearTimeout(this.#silenceTimer);
     this.#silenceTimer = 0;
+    this.#heardAt = Date.now();
     if (event.type === 'session.created') {
       this.#isReady = true;
       this.#failures = 0;
@@ -101,7 +116,7 @@ export class Socket extends EventTarget {
     this.dispatchEvent(new CustomEvent('event', { detail: event }));
     const named = event.type === 'error' ? event.error.event_id : event.in_reply_to;
     for (const [id, request] of this.#requests) {
-      if (id !== named && !request.isAnswer(event)) continue;
+      if (id !== named && !request.isAnswer?.(event)) continue;
       this.#requests.delete(id);
       if (event.type === 'error') request.reject(new RequestError(event.error));
       else request.resolve(event);
@@ -133,8 +148,12 @@ export class Socket extends EventTarget {
     this.#retryTimer = setTimeout(() => this.connect(), delay * (0.5 + Math.random() / 2));
   }
 
-  #connectNow() {
-    if (this.#webSocket !== null) return;
+  /** The network or the user is back: no need to wait out the delay, and reason to doubt a quiet connection. */
+  #onReturn() {
+    if (this.#webSocket !== null) {
+      this.check();
+      return;
+    }
     clearTimeout(this.#retryTimer);
     this.connect();
   }

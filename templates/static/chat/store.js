@@ -32,18 +32,26 @@
  * @property {number} version
  *
  * @typedef {object} Thread
- * @property {'loading' | 'ready'} status
+ * @property {'loading' | 'ready' | 'failed'} status
+ * @property {import('./errors.js').ErrorDetail | null} error why it could not be read
  * @property {number} version the conversation's when it was last read
  * @property {Map<string, Item>} items all branches, in order of creation
  * @property {string | null} leaf the last message of the shown branch
  * @property {import('./errors.js').ErrorDetail | null} composerError why the last message was not taken
+ *
+ * @typedef {object} List
+ * @property {string[]} ids
+ * @property {string | null} next
+ * @property {string} search
+ * @property {boolean} isLoaded
+ * @property {import('./errors.js').ErrorDetail | null} error why it could not be read
  *
  * @typedef {object} State
  * @property {'connecting' | 'open' | 'lost'} connection
  * @property {Record<string, any> | null} model
  * @property {{message_characters: number, event_bytes: number} | null} limits
  * @property {Map<string, Conversation>} conversations
- * @property {{ids: string[], next: string | null, search: string, isLoaded: boolean}} list the sidebar's
+ * @property {List} list the sidebar's
  * @property {Map<string, Thread>} threads of the conversations that were opened
  * @property {string | null} shown null: the new chat
  * @property {{system_prompt: string, sampling: Record<string, any>}} newChat settings of the chat to be created
@@ -54,6 +62,9 @@ import { isActive, isBelow } from './tree.js';
 
 const NO_SETTINGS = { system_prompt: '', sampling: {} };
 
+/** @returns {List} */
+const emptyList = (search) => ({ ids: [], next: null, search, isLoaded: false, error: null });
+
 /** @returns {State} */
 export function initialState() {
   return {
@@ -61,7 +72,7 @@ export function initialState() {
     model: null,
     limits: null,
     conversations: new Map(),
-    list: { ids: [], next: null, search: '', isLoaded: false },
+    list: emptyList(''),
     threads: new Map(),
     shown: null,
     newChat: NO_SETTINGS,
@@ -70,7 +81,14 @@ export function initialState() {
 }
 
 /** @returns {Thread} */
-const emptyThread = (status) => ({ status, version: 0, items: new Map(), leaf: null, composerError: null });
+const emptyThread = (status) => ({
+  status,
+  error: null,
+  version: 0,
+  items: new Map(),
+  leaf: null,
+  composerError: null,
+});
 
 const withEntry = (map, key, value) => new Map(map).set(key, value);
 
@@ -134,7 +152,7 @@ function mergeThread(thread, told, leaf, version) {
   }
   const shown = items.get(thread.leaf);
   const isLeafOnlyHere = shown !== undefined && shown.sync !== 'stored';
-  return { ...thread, status: 'ready', version, items, leaf: isLeafOnlyHere ? thread.leaf : leaf };
+  return { ...thread, status: 'ready', error: null, version, items, leaf: isLeafOnlyHere ? thread.leaf : leaf };
 }
 
 /**
@@ -186,7 +204,7 @@ function receiveList(state, { listed, isNextPage, isRefresh }) {
     if (!known || known.version <= conversation.version) conversations.set(conversation.id, conversation);
   }
   const page = listed.conversations.map(({ id }) => id);
-  const { list } = state;
+  const list = { ...state.list, error: null };
   if (isNextPage) {
     const ids = newestFirst(conversations, [...list.ids, ...page]);
     return { ...state, conversations, list: { ...list, ids, next: listed.next } };
@@ -221,6 +239,11 @@ function removeItem(thread, id) {
 /** @param {Thread} thread @param {Record<string, any>} action */
 function reduceThread(thread, action) {
   switch (action.type) {
+    case 'thread/opening':
+      return thread.status === 'failed' ? { ...thread, status: 'loading', error: null } : thread;
+    case 'thread/open-failed':
+      // What is shown already is better than an error in its place.
+      return thread.status === 'loading' ? { ...thread, status: 'failed', error: action.error } : thread;
     case 'thread/opened':
       return mergeThread(thread, action.items.map(itemFromServer), action.leaf, action.version);
     case 'item/added': {
@@ -261,7 +284,11 @@ export function reduce(state, action) {
     case 'model/changed':
       return { ...state, model: action.model };
     case 'list/search-changed':
-      return { ...state, list: { ids: [], next: null, search: action.search, isLoaded: false } };
+      return { ...state, list: emptyList(action.search) };
+    case 'list/reading':
+      return state.list.error ? { ...state, list: { ...state.list, error: null } } : state;
+    case 'list/failed':
+      return { ...state, list: { ...state.list, error: action.error } };
     case 'list/received':
       return receiveList(state, action);
     case 'conversation/received':

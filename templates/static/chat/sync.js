@@ -2,11 +2,12 @@
 
 import { forgetConversation, forgetOutgoing, takeUnsent } from './drafts.js';
 import { itemFromServer } from './store.js';
-import { isActive } from './tree.js';
+import { isActive, isAnswering } from './tree.js';
 
 const PAGE_SIZE = 40;
 /** Changes come in bursts (a message, its answer's begin): one reading serves them all. */
 const REREAD_DELAY_MS = 250;
+const CHECK_MS = 5_000;
 
 const STREAM_EVENTS = new Set([
   'response.in_progress',
@@ -44,6 +45,10 @@ export class Sync {
     socket.addEventListener('ready', ({ detail }) => this.#onReady(detail));
     socket.addEventListener('lost', () => store.dispatch({ type: 'connection/changed', connection: 'lost' }));
     socket.addEventListener('event', ({ detail }) => this.#onEvent(detail));
+    // An answer may be slow in coming, or the connection may be dead.
+    setInterval(() => {
+      if ([...store.state.threads.values()].some(({ items }) => isAnswering(items))) socket.check();
+    }, CHECK_MS);
   }
 
   #onReady(session) {
@@ -55,28 +60,34 @@ export class Sync {
     this.readList();
     const { shown, threads } = this.#store.state;
     for (const [id, thread] of threads) {
-      if (id === shown || [...thread.items.values()].some(isActive)) this.open(id);
+      if (id === shown || isAnswering(thread.items)) this.open(id);
     }
   }
 
   /** Read the sidebar's first page. */
   async readList({ isRefresh = false } = {}) {
-    const { search } = this.#store.state.list;
-    const listed = await this.#read({ type: 'keepwarm.conversation.list', search, limit: PAGE_SIZE });
-    if (listed && this.#store.state.list.search === search) {
-      this.#store.dispatch({ type: 'list/received', listed, isRefresh });
-    }
+    this.#store.dispatch({ type: 'list/reading' });
+    await this.#readPage({}, { isRefresh });
   }
 
   async readNextPage() {
-    const { search, next } = this.#store.state.list;
+    const { next } = this.#store.state.list;
     if (next === null || this.#isReadingPage) return;
     this.#isReadingPage = true;
-    const listed = await this.#read({ type: 'keepwarm.conversation.list', search, before: next, limit: PAGE_SIZE });
+    await this.#readPage({ before: next }, { isNextPage: true });
     this.#isReadingPage = false;
-    if (listed && this.#store.state.list.search === search) {
-      this.#store.dispatch({ type: 'list/received', listed, isNextPage: true });
-    }
+  }
+
+  async #readPage(place, kind) {
+    const { search } = this.#store.state.list;
+    const event = { type: 'keepwarm.conversation.list', search, limit: PAGE_SIZE, ...place };
+    const action = await this.#socket.request(event, { resend: false }).then(
+      (listed) => ({ type: 'list/received', listed, ...kind }),
+      ({ detail }) => ({ type: 'list/failed', error: detail }),
+    );
+    // After a lost connection everything is read anew.
+    if (action.error?.code === 'connection_lost' || this.#store.state.list.search !== search) return;
+    this.#store.dispatch(action);
   }
 
   /** @param {string} search */
@@ -87,27 +98,24 @@ export class Sync {
 
   /** Read a conversation with all its messages. */
   async open(id) {
+    this.#store.dispatch({ type: 'thread/opening', conversation: id });
     try {
       await this.#socket.request({ type: 'keepwarm.conversation.open', conversation: id }, { resend: false });
     } catch ({ detail }) {
-      // A chat whose creation is still in the outbox is not missing: it has a message that waits.
-      const items = this.#store.state.threads.get(id)?.items ?? new Map();
-      const isBeingCreated = [...items.values()].some((item) => item.sync === 'pending');
-      if (detail.code === 'not_found' && !isBeingCreated) {
-        const unsent = this.#takeUnsent(id);
-        this.#store.dispatch({ type: 'conversation/removed', id });
-        this.#handlers.onMissing(id, unsent);
-      }
+      // After a lost connection everything is read anew.
+      if (detail.code === 'connection_lost') return;
+      if (detail.code === 'not_found') this.#onMissing(id);
+      else this.#store.dispatch({ type: 'thread/open-failed', conversation: id, error: detail });
     }
   }
 
-  /** Ask something that only reads. After a lost connection everything is read anew, so a failure needs no handling. */
-  async #read(event) {
-    try {
-      return await this.#socket.request(event, { resend: false });
-    } catch {
-      return null;
-    }
+  async #onMissing(id) {
+    // A chat whose creation is still in the outbox is not missing: it has a message that waits.
+    const items = this.#store.state.threads.get(id)?.items ?? new Map();
+    if ([...items.values()].some((item) => item.sync === 'pending')) return;
+    const unsent = await this.#takeUnsent(id);
+    this.#store.dispatch({ type: 'conversation/removed', id });
+    this.#handlers.onMissing(id, unsent);
   }
 
   #onEvent(event) {
@@ -157,17 +165,20 @@ export class Sync {
     this.#store.dispatch({ type: 'conversation/received', conversation });
     const { id, version } = conversation;
     this.#store.dispatch({ type: 'thread/opened', conversation: id, version, items, leaf });
-    const unsent = this.#takeUnsent(id);
-    if (unsent) this.#handlers.onUnsent(id, unsent);
+    this.#returnUnsent(id);
     for (const item of this.#store.state.threads.get(id)?.items.values() ?? []) {
       if (isActive(item) && item.sync === 'stored' && !this.#followed.has(item.id)) this.#resume(item);
     }
   }
 
-  /** What an earlier page sent from here and the server never got. */
+  /** What a page that is gone sent from here and the server never got. */
   #takeUnsent(id) {
-    const items = this.#store.state.threads.get(id)?.items ?? new Map();
-    return takeUnsent(id, (item) => items.has(item));
+    return takeUnsent(id, (item) => this.#store.state.threads.get(id)?.items.has(item) ?? false);
+  }
+
+  async #returnUnsent(id) {
+    const unsent = await this.#takeUnsent(id);
+    if (unsent) this.#handlers.onUnsent(id, unsent);
   }
 
   #onChanged({ conversation: id, version }) {

@@ -2,6 +2,7 @@
 
 import { announce } from './announce.js';
 import { byTestId, element, reconcile } from './dom.js';
+import { errorBox } from './error_box.js';
 import { errorText } from './errors.js';
 import { gettext } from './i18n.js';
 import { MessageView } from './message.js';
@@ -84,9 +85,9 @@ function announceEnds(items, drawnItems) {
 
 /**
  * @param {import('./store.js').Store} store
- * @param {import('./actions.js').Actions} actions
+ * @param {{actions: import('./actions.js').Actions, sync: import('./sync.js').Sync}} context
  */
-export function startThread(store, actions) {
+export function startThread(store, { actions, sync }) {
   const list = document.getElementById('messages');
   const emptyState = byTestId('empty-state');
   const loading = element('p', { class: 'thread-loading' }, gettext('Loading the conversation…'));
@@ -114,6 +115,12 @@ export function startThread(store, actions) {
     reconcile(list, nodes);
   }
 
+  function drawFailure(error, drawnError) {
+    if (error === drawnError) return;
+    reconcile(list, [errorBox(error, 'thread-error', () => sync.open(store.state.shown))]);
+    announce(errorText(error));
+  }
+
   store.subscribe((state, drawn) => {
     const thread = state.threads.get(state.shown);
     const drawnThread = drawn?.threads.get(drawn.shown);
@@ -134,6 +141,7 @@ export function startThread(store, actions) {
     emptyState.hidden = !isEmpty;
     if (!thread) reconcile(list, []);
     else if (thread.status === 'loading') reconcile(list, [loading]);
+    else if (thread.status === 'failed') drawFailure(thread.error, drawnThread?.error);
     else drawMessages(thread, state);
 
     if (thread && drawnThread && !isOther) announceEnds(thread.items, drawnThread.items);

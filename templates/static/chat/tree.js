@@ -10,6 +10,11 @@ export function isActive(item) {
   return item.state === 'draft' || item.state === 'streaming';
 }
 
+/** @param {Items} items */
+export function isAnswering(items) {
+  return [...items.values()].some(isActive);
+}
+
 /**
  * The branch that ends in `leaf`, from its root.
  * @param {Items} items
