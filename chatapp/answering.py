@@ -61,36 +61,42 @@ class _TurnWriter:
 
     def begin(self) -> None:
         if self._length == 0:
-            self._append_event(protocol.ResponseInProgress(response_id=self._turn, sequence_number=1))
+            event = protocol.ResponseInProgress(response_id=self._turn, sequence_number=1)
+            self._append([Entry(event.model_dump(mode="json"))])
         else:
             self.poll_cancel()
 
     def delta(self, text: str, tokens: Sequence[int], sampled_at: float) -> None:
-        text = storable(text)
-        self.tokens.extend(tokens)
-        self.text += text
-        self._append_event(
-            protocol.OutputTextDelta(
-                response_id=self._turn, sequence_number=self.next_number, delta=text, sampled_at=sampled_at
-            ),
-            tokens,
-        )
+        self._append([self._delta(text, tokens, sampled_at)])
 
-    def end(self, answer: Message, report: CacheReport | None) -> None:
-        """Append the last events, together, so that a log that has an end has all of it."""
-        entries = []
+    def end(self, answer: Message, tail: Sequence[Entry], report: CacheReport | None) -> None:
+        """Append the last events, together: a log has an end and all that leads to it, or can be gone on with."""
+        entries = list(tail)
         if report is not None:
             reported = protocol.CacheReported(
-                response_id=self._turn, sequence_number=self.next_number, report=report
+                response_id=self._turn, sequence_number=self.next_number + len(entries), report=report
             )
             entries.append(Entry(reported.model_dump(mode="json")))
         self._append([*entries, turns.ending(answer, self.next_number + len(entries))])
 
+    def tail(self, text: str, tokens: Sequence[int], sampled_at: float) -> list[Entry]:
+        """The entry of a text that the engine held back until the end, to be appended with the end."""
+        if not text:
+            self.tokens.extend(tokens)
+            return []
+        return [self._delta(text, tokens, sampled_at)]
+
+    def _delta(self, text: str, tokens: Sequence[int], sampled_at: float) -> Entry:
+        text = storable(text)
+        self.text += text
+        self.tokens.extend(tokens)
+        event = protocol.OutputTextDelta(
+            response_id=self._turn, sequence_number=self.next_number, delta=text, sampled_at=sampled_at
+        )
+        return Entry(event.model_dump(mode="json"), tuple(tokens))
+
     def poll_cancel(self) -> None:
         self.cancel_requested = self._streams.cancel_requested(self._turn)
-
-    def _append_event(self, event: protocol.StreamEvent, tokens: Sequence[int] = ()) -> None:
-        self._append([Entry(event.model_dump(mode="json"), tuple(tokens))])
 
     def _append(self, entries: list[Entry]) -> None:
         self.cancel_requested = self._streams.append(self._turn, entries)
@@ -225,15 +231,13 @@ def _chat_messages(answer: Message) -> list[ChatMessage]:
 
 
 def _finish(writer: _TurnWriter, message: Message, event: FinishedEvent, plan: ContextPlan) -> None:
-    if event.text:
-        writer.delta(event.text, event.token_ids, event.usage.finished_at)
-    else:
-        writer.tokens.extend(event.token_ids)
+    tail = writer.tail(event.text, event.token_ids, event.usage.finished_at)
     if (message.sampling or {})["stop"]:
         # The text may be cut at a stop string, in the middle of what the tokens say: the text counts.
         writer.tokens.clear()
     state = Message.State.STOPPED if event.reason == "cancelled" else Message.State.DONE
-    _end(writer, message, state, finish_reason=event.reason, report=_report(event.usage, plan))
+    report = _report(event.usage, plan)
+    _end(writer, message, state, tail=tail, finish_reason=event.reason, report=report)
 
 
 def _report(usage: Usage, plan: ContextPlan) -> CacheReport:
@@ -261,6 +265,7 @@ def _end(
     message: Message,
     state: Message.State,
     *,
+    tail: Sequence[Entry] = (),
     finish_reason: str = "",
     report: CacheReport | None = None,
     error: ErrorDetail | None = None,
@@ -276,4 +281,4 @@ def _end(
         error=error,
     )
     if stored is not None:
-        writer.end(stored, report)
+        writer.end(stored, tail, report)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import UUID
 
+from django.conf import settings
+
 from chatapp.protocol import ModelStatus
 
 # A worker says that it lives this often; one that was silent for three times as long does not count.
-ENGINE_HEARTBEAT_SECONDS = 10.0
+ENGINE_HEARTBEAT_SECONDS: float = settings.WORKER_HEARTBEAT_SECONDS
 ENGINE_SILENT_SECONDS = 3 * ENGINE_HEARTBEAT_SECONDS
 
 # A worker renews its claim on a turn with each heartbeat; without, the turn is free again after this time. A turn in

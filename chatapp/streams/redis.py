@@ -106,7 +106,7 @@ class RedisTurnStreams:
         return bool(self._redis.set(_claim_key(turn), "", nx=True, ex=int(QUEUED_SECONDS)))
 
     def claim(self, turn: UUID, worker: str) -> bool:
-        return bool(self._claim(keys=[_claim_key(turn)], args=[worker, int(CLAIM_SECONDS)]))
+        return bool(self._claim(keys=[_claim_key(turn)], args=[worker, max(1, round(CLAIM_SECONDS))]))
 
     def release(self, turn: UUID, worker: str) -> None:
         self._release(keys=[_claim_key(turn)], args=[worker])

@@ -100,6 +100,30 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path, tiny_model: Pa
         assert done["response"]["status"] == "incomplete"
 
 
+def test_an_answer_that_ends_on_a_full_disk_is_stored_when_there_is_room(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    with (
+        Server(tmp_path, {"MODEL": str(tiny_model), "WORKER_HEARTBEAT_SECONDS": "1"}) as server,
+        server.sign_up("ada").socket() as chat,
+    ):
+        chat.wait_for_model()
+        conversation = chat.create_conversation()
+        chat.add_message(conversation, "Hello")
+        response = chat.create_response(conversation, sampling={"max_output_tokens": 300})
+        stream = chat.stream(response)
+        events = [next(stream) for _ in range(5)]
+        with full_disk(server.process):
+            with pytest.raises(TimeoutError):
+                chat.receive(lambda event: event["type"] == "response.done", timeout=5)
+            assert chat.open(conversation)["items"][-1]["state"] == "streaming"
+        events += stream
+        assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
+        assert deltas(events) == text_of(events[-1])
+        assert events[-2]["report"]["completion_tokens"] == 300
+        assert chat.open(conversation)["items"][-1]["state"] == "done"
+
+
 @contextmanager
 def full_disk(process: subprocess.Popen[str]) -> Iterator[None]:
     """Let every write of a running process to a file fail, as on a full disk."""

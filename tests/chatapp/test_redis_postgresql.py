@@ -28,7 +28,13 @@ class Installation:
 def installation(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, redis_url: str, postgresql_url: str
 ) -> Iterator[Installation]:
-    environment = {"MODEL": str(tiny_model), "REDIS_URL": redis_url, "DATABASE_URL": postgresql_url}
+    environment = {
+        "MODEL": str(tiny_model),
+        "REDIS_URL": redis_url,
+        "DATABASE_URL": postgresql_url,
+        "DATABASE_POOL": "4",
+        "WORKER_HEARTBEAT_SECONDS": "1",
+    }
     with Server(tmp_path_factory.mktemp("web"), environment, "--no-worker") as web:
         running = Installation(web, Worker(web.environment), web.sign_up("ada"))
         yield running
@@ -101,6 +107,38 @@ def test_a_worker_that_is_stopped_finishes_its_answers_and_the_next_one_takes_ov
         installation.worker = Worker(installation.web.environment)
         *_, done = chat.stream(waiting)
         assert done["response"]["status"] == "incomplete"
+
+
+def test_a_killed_worker_s_answer_is_taken_up_by_the_next_one(installation: Installation) -> None:
+    with installation.account.socket() as chat:
+        chat.wait_for_model()
+        conversation = chat.create_conversation()
+        chat.add_message(conversation, "Hello")
+        sampling = {"max_output_tokens": 1500, "temperature": 1, "seed": 3}
+        response = chat.create_response(conversation, sampling=sampling)
+        stream = chat.stream(response)
+        events = [next(stream) for _ in range(20)]
+        installation.worker.process.kill()
+        installation.worker = Worker(installation.web.environment)
+        events += stream
+        assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
+        assert deltas(events) == text_of(events[-1])
+        assert events[-2]["report"]["completion_tokens"] == 1500
+        undisturbed = chat.create_conversation()
+        assert text_of(chat.turn(undisturbed, "Hello", sampling=sampling)) == text_of(events[-1])
+
+
+def test_more_answers_at_once_than_database_connections(installation: Installation) -> None:
+    with installation.account.socket() as chat:
+        chat.wait_for_model()
+        responses = []
+        for _ in range(10):
+            conversation = chat.create_conversation()
+            chat.add_message(conversation, "Hello")
+            responses.append(chat.create_response(conversation, sampling={"max_output_tokens": 200}))
+        for response in responses:
+            *_, done = chat.stream(response)
+            assert done["response"]["status"] == "incomplete"
 
 
 def test_without_redis_an_answer_fails_and_can_be_asked_for_again(

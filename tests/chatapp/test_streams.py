@@ -120,6 +120,21 @@ def test_a_discarded_turn_is_gone_and_its_writer_stale(streams: TurnStreams) -> 
         streams.append(turn, [delta(3)])
 
 
+def test_a_turn_has_one_holder(streams: TurnStreams) -> None:
+    turn = uuid.uuid4()
+    assert streams.mark_queued(turn)
+    assert not streams.mark_queued(turn), "it is in the queue already"
+    assert streams.claim(turn, "first")
+    assert streams.claim(turn, "first"), "a claim can be renewed"
+    assert not streams.claim(turn, "second")
+    assert not streams.mark_queued(turn), "somebody makes it"
+    streams.release(turn, "second")
+    assert not streams.claim(turn, "second"), "only its holder gives it back"
+    streams.release(turn, "first")
+    assert streams.mark_queued(turn)
+    assert streams.claim(turn, "second")
+
+
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 def test_logs_expire(kind: str, request: pytest.FixtureRequest) -> None:
     turn = uuid.uuid4()
