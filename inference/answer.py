@@ -88,11 +88,16 @@ class Answer:
             return "stop"
         return "length" if self.completion_length >= self._limit else None
 
-    def begin(self, session: Session, cached: int) -> None:
-        """Take a session that holds the first `cached` of the tokens."""
+    def begin(self, session: Session) -> None:
+        """Take a session that holds the first of the tokens."""
         self._session = session
-        self._cached = cached
+        self._cached = session.length
         self._known = len(self.tokens)
+
+    def lose(self, length: int) -> None:
+        """KV past `length` tokens, which was to be restored, is lost; it is computed again."""
+        self.session.truncate(length)
+        self._cached = length
 
     def end_session(self) -> Session | None:
         """Give the session back, if there is one."""
@@ -130,6 +135,7 @@ class Answer:
             submitted_at=self.generation.submitted_at,
             first_token_at=self._first_token_at,
             finished_at=now,
+            exactness=self._session.exactness if self._session else "exact",
             tokens_per_second=self._rate(),
         )
 

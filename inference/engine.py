@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -17,6 +18,7 @@ from inference.config import EngineConfig
 from inference.errors import EngineStopped, ModelUnavailable
 from inference.events import FailedEvent, FailureCode, FinishedEvent, FinishReason
 from inference.generation import Generation
+from inference.kv import open_store
 from inference.loading import LoadedModel, load
 from inference.requests import GenerationRequest
 from inference.sampling import sample_token
@@ -24,10 +26,13 @@ from inference.scheduler import Scheduler
 from inference.session_cache import SessionCache
 from inference.sources import display_name, model_folder
 from inference.status import EngineSnapshot, EngineStatus, State
-from kvstore import Session, SessionStore
+from kvstore import KVLost, KVStore, Session
 
 logger = logging.getLogger(__name__)
 
+# Between two looks at the store's sessions when nothing else is to be done.
+HOUSEKEEPING_SECONDS = 1.0
+SCAN_SECONDS = 10.0
 STOPPED = FailedEvent("engine_stopped", "The engine was stopped.")
 
 
@@ -41,7 +46,7 @@ class Engine:
     The engine's thread works in passes: each computes one chunk of one prompt and one token of every answer that is
     past its prompt, so nobody waits for the whole of another's prompt or answer. How many answers run side by side is
     bounded by `max_running`, and by `kv_bytes`: an answer begins when its prompt, and as many tokens as it may have,
-    fit beside the same of those that run, or when none runs.
+    fit beside the same of those that run.
     """
 
     def __init__(
@@ -56,7 +61,8 @@ class Engine:
         self._stopping = threading.Event()
         self._scheduler = Scheduler(config.max_running)
         self._loaded: LoadedModel | None = None
-        self._store: SessionStore | None = None
+        self._store: KVStore | None = None
+        self._ticked_at = 0.0
         # Guards the three below. Once `_closed` is set, no generation is opened and none is left open.
         self._changed = threading.Condition()
         self._status = EngineStatus("starting", 0.0, self._name, "starting")
@@ -107,7 +113,7 @@ class Engine:
 
     def drop_session(self, session_id: str, owner: str) -> None:
         """Forget a session's KV; if an answer is using it, once that is over."""
-        self._commands.put(lambda: self._kv.drop(session_id, owner))
+        self._commands.put(lambda: self._kv.drop(owner, session_id))
 
     def snapshot(self) -> EngineSnapshot:
         """The engine's load."""
@@ -147,6 +153,9 @@ class Engine:
             self._close(FailedEvent(code, f"The engine has failed: {error!r}"))
         else:
             self._close(STOPPED)
+        finally:
+            if self._store is not None:
+                self._store.close()
 
     def _close(self, failure: FailedEvent) -> None:
         """End every generation and refuse new ones."""
@@ -178,7 +187,9 @@ class Engine:
         folder = model_folder(self.config.model, self.config.cache_dir, self._report)
         self._report_loading()
         loaded = load(folder, self.config)
-        self._store = SessionStore(loaded.kv_spec, self.config.kv_bytes, device=loaded.device)
+        self._store = open_store(self.config, loaded, self._wake)
+        # So that the first turn finds what earlier processes left; a slow tier may come in later.
+        self._store.flush(SCAN_SECONDS)
         self._loaded = loaded
         self._set_status("ready", 1.0, "ready")
 
@@ -196,6 +207,7 @@ class Engine:
     def _serve(self) -> None:
         while not self._stopping.is_set():
             self._run_commands()
+            self._keep_house()
             for answer in self._scheduler.cancelled():
                 self._finish(answer, "cancelled")
             while admitted := self._scheduler.admit(self._fits):
@@ -205,9 +217,19 @@ class Engine:
     def _run_commands(self) -> None:
         """Run what other threads asked for; wait for it when there is nothing else to do."""
         if self._scheduler.idle:
-            self._commands.get()()
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=HOUSEKEEPING_SECONDS)()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _keep_house(self) -> None:
+        """Let the store take in what its background threads did, and once in a while look after its sessions."""
+        now = time.monotonic()
+        if now - self._ticked_at >= HOUSEKEEPING_SECONDS:
+            self._ticked_at = now
+            self._kv.tick()
+        else:
+            self._kv.poll()
 
     def _pass(self) -> None:
         if answer := self._scheduler.next_prefill():
@@ -225,7 +247,8 @@ class Engine:
 
     def _receive(self, request: GenerationRequest, generation: Generation) -> None:
         model = self._model
-        answer = Answer(request, generation, model.chat_format, model.end_tokens, model.context_length)
+        room = min(model.context_length, self._kv.capacity_tokens)
+        answer = Answer(request, generation, model.chat_format, model.end_tokens, room)
         if failure := self._refusal(answer):
             self._publish_end(generation, failure)
         elif reason := answer.complete:
@@ -242,28 +265,43 @@ class Engine:
                 f"The prompt has {answer.prompt_length:,} tokens, and the model's context of {context:,} must hold"
                 " the prompt and at least one token of the answer.",
             )
+        capacity = self._kv.capacity_tokens
+        if answer.prompt_length >= capacity:
+            return FailedEvent(
+                "context_length_exceeded",
+                f"The prompt has {answer.prompt_length:,} tokens, and the memory for KV holds {capacity:,} for"
+                " prompt and answer together.",
+            )
         if not all(0 <= token < size for token in answer.tokens):
             return FailedEvent("engine_error", "The prompt has tokens that the model does not know.")
         return None
 
     def _fits(self, answer: Answer) -> bool:
-        return self._kv.fits(answer.request.session_id, answer.request.owner, answer.planned_length)
+        return self._kv.fits(answer.request.owner, answer.request.session_id, answer.planned_length)
 
     def _begin(self, answer: Answer) -> None:
         # The last token always runs through the model: its logits choose the next one.
         reusable = answer.tokens[:-1]
         request = answer.request
-        session, cached = self._kv.acquire(
-            request.session_id, request.owner, reusable, planned=answer.planned_length
+        session = self._kv.acquire(
+            request.owner,
+            request.session_id,
+            reusable,
+            planned=answer.planned_length,
+            sources=[(span.source, len(span.tokens)) for span in request.spans],
+            wait=False,
         )
-        answer.begin(session, cached)
-        session.reserve(len(answer.tokens))
+        answer.begin(session)
 
     def _advance(self, answer: Answer) -> None:
         if answer.generation.cancelled:
             self._finish(answer, "cancelled")
             return
-        logits = self._forward(answer.session, answer.next_chunk(self.config.prefill_chunk))
+        try:
+            logits = self._forward(answer.session, answer.next_chunk(self.config.prefill_chunk))
+        except KVLost as lost:
+            answer.lose(lost.length)
+            return
         if answer.remaining:
             return
         token = sample_token(logits, answer.request.sampling, answer.seed, answer.completion_length)
@@ -296,7 +334,7 @@ class Engine:
         generation.publish(event)
 
     @property
-    def _kv(self) -> SessionStore:
+    def _kv(self) -> KVStore:
         assert self._store is not None
         return self._store
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from transformers.utils.logging import disable_progress_bar
 from inference.chat_format import ChatFormat
 from inference.config import EngineConfig
 from inference.errors import ModelUnavailable
-from kvstore import KVSpec
+from kvstore import KVSpec, RopeSpec, rope_of_layers
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # For models that do not say how long a context they were trained on.
@@ -117,7 +120,18 @@ def _kv_spec(model: PreTrainedModel, folder: Path, device: torch.device, dtype: 
             f"The model in {folder} has keys and values of several shapes ({shapes}). Choose one with equal layers."
         )
     ((_, kv_heads, _, head_dim),) = shapes
-    return KVSpec(len(cache.layers), kv_heads, head_dim, dtype, _fingerprint(model))
+    layers = len(cache.layers)
+    return KVSpec(layers, kv_heads, head_dim, dtype, _fingerprint(model), rope=_rope(model, layers, head_dim))
+
+
+def _rope(model: PreTrainedModel, layers: int, head_dim: int) -> tuple[RopeSpec | None, ...] | None:
+    """How each layer's keys are rotated; None where that is not known, so that keys are never moved."""
+    config: Any = model.config.get_text_config()
+    try:
+        return rope_of_layers(config.to_dict(), layers=layers, head_dim=head_dim)
+    except ValueError as error:
+        logger.warning("the model's keys cannot be moved to other positions: %s", error)
+        return None
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

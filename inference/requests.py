@@ -65,7 +65,8 @@ class SamplingParams:
 class GenerationRequest:
     """One answer to generate. Raises ValueError when `spans` hold no token.
 
-    - `owner`, `session_id`: whose KV, and which. Without a session id no KV is kept.
+    - `owner`, `session_id`: whose KV, and which. Without a session id no session is kept, but the owner's later prompts
+      that begin the same may still find its KV.
     - `spans`: the prompt.
     - `generated`: tokens of this answer that an earlier, interrupted run already produced. The answer goes on after
       them; they count as tokens of the answer but are in no event again.

@@ -23,13 +23,15 @@ ANSWER_TOKENS = 16
 
 
 def converse(engine: Engine, session_id: str | None) -> list[tuple[list[int], tuple[int, ...], str]]:
-    """Prompt, answer tokens and answer text of each turn."""
+    """Prompt, answer tokens and answer text of each turn. Without a session, nothing is found of the turns before."""
     turns = []
     messages: list[ChatMessage] = []
     for number, question in enumerate(QUESTIONS):
         messages.append(ChatMessage(f"q{number}", "user", question))
         spans = engine.chat_format.render(messages)
-        result = collect(engine.submit(request(spans, session_id=session_id, max_tokens=ANSWER_TOKENS)))
+        owner = "owner" if session_id else f"owner of turn {number}"
+        asked = request(spans, owner=owner, session_id=session_id, max_tokens=ANSWER_TOKENS)
+        result = collect(engine.submit(asked))
         assert (result.end.usage.cached_tokens > 0) == (session_id is not None and number > 0)
         turns.append(([t for span in spans for t in span.tokens], result.tokens, result.text))
         messages.append(ChatMessage(f"a{number}", "assistant", result.text, result.tokens))
