@@ -71,6 +71,13 @@ def _config() -> EngineConfig:
         dtype=settings.MODEL_DTYPE,
         threads=settings.ENGINE_THREADS or None,
         kv_bytes=settings.KV_MEMORY_MB * 2**20,
+        kv_host_bytes=settings.KV_HOST_MB * 2**20,
+        kv_disk_bytes=settings.KV_DISK_MB * 2**20,
+        kv_dir=settings.KV_DIR,
+        kv_remote_bytes=settings.KV_REMOTE_MB * 2**20,
+        kv_remote_url=settings.KV_REMOTE_URL,
+        kv_format=settings.KV_FORMAT,
+        kv_expire_after=settings.KV_EXPIRE_DAYS * 24 * 3600.0,
         prefill_chunk=settings.PREFILL_CHUNK,
         max_running=settings.MAX_RUNNING,
     )

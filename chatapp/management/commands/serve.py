@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 import sys
 from argparse import ArgumentParser
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -20,6 +21,9 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
 
 from chatapp import accounts, wakeups
+
+if TYPE_CHECKING:
+    from chatapp.embedded import EmbeddedWorker
 
 # uvicorn closes the socket at a frame above this; smaller ones that are too large get an error event.
 _FRAME_MAX_BYTES = 4 * 2**20
@@ -54,8 +58,15 @@ class Command(BaseCommand):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Tokens pass through several threads: hand the interpreter over sooner than the default of 5 ms.
         sys.setswitchinterval(0.001)
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(self._serve(listener, with_worker=not no_worker))
+        # Being asked to end is the same as Ctrl+C: the worker is to put its conversations away.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        worker = None if no_worker else _embedded_worker()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(self._serve(listener, worker))
+        finally:
+            if worker is not None:
+                worker.stop()
 
     def _check_migrations(self) -> None:
         executor = MigrationExecutor(connections[DEFAULT_DB_ALIAS])
@@ -79,13 +90,9 @@ class Command(BaseCommand):
             raise CommandError(f"Cannot listen on {host}:{port}: {refused}") from refused
         return listener
 
-    async def _serve(self, listener: socket.socket, *, with_worker: bool) -> None:
+    async def _serve(self, listener: socket.socket, worker: EmbeddedWorker | None) -> None:
         wakeups.use_loop(asyncio.get_running_loop())
-        worker = None
-        if with_worker:
-            from chatapp.embedded import EmbeddedWorker
-
-            worker = EmbeddedWorker()
+        if worker is not None:
             worker.start()
         await asyncio.to_thread(self._welcome, listener)
         server = uvicorn.Server(
@@ -97,11 +104,7 @@ class Command(BaseCommand):
                 timeout_graceful_shutdown=3,
             )
         )
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            if worker is not None:
-                await asyncio.to_thread(worker.stop)
+        await server.serve(sockets=[listener])
 
     def _welcome(self, listener: socket.socket) -> None:
         if not settings.IS_LOCAL:
@@ -119,6 +122,13 @@ class Command(BaseCommand):
             )
         self.stdout.flush()
         connections.close_all()
+
+
+def _embedded_worker() -> EmbeddedWorker:
+    # Imported here: the web side alone needs none of a worker's libraries.
+    from chatapp.embedded import EmbeddedWorker
+
+    return EmbeddedWorker()
 
 
 def _local_url(host: str, port: int) -> str:
