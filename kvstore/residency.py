@@ -139,10 +139,10 @@ class Residency:
         self.records.used[record] = used + len(tokens)
         self.records.fidelity[record] = max(self.records.fidelity[record], fidelity)
 
-    def degrade(self, record: int, formats: Collection[str]) -> None:
-        """Note the formats that a record's KV went through."""
+    def degrade(self, record: int, formats: Collection[str], before: int = EXACT) -> None:
+        """Note the formats that a record's KV went through, and its fidelity `before` that."""
         worst = max((FIDELITY_OF_FORMAT[name] for name in formats), default=EXACT)
-        self.records.fidelity[record] = max(self.records.fidelity[record], worst)
+        self.records.fidelity[record] = max(self.records.fidelity[record], worst, min(before, APPROXIMATE))
 
     def gathered_tokens(self, table: PageTable) -> Tokens:
         """The tokens of a page table, int32 `[tokens]`."""
@@ -286,26 +286,25 @@ class Residency:
         self, ids: Sequence[int], share: int, *, after: int, claimant: int = 0, planned: int = 0
     ) -> None:
         """Give pages to records that are not on the device, in order behind the page of `after`; as int8 pages, where
-        the device has these, all but the newest. Raises PoolExhausted; nothing has changed then."""
-        encoded = ids[: -self._newest_original or None] if self.encoded_pool is not None else []
-        plain = ids[len(encoded) :]
-        if self.encoded_pool is not None and encoded:
+        the device has these, whole ones but the newest. Raises PoolExhausted; nothing has changed then."""
+        encoded: list[int] = []
+        if self.encoded_pool is not None:
+            older = ids[: -self._newest_original]
+            encoded = [record for record in older if self.records.used[record] == self.spec.page_tokens]
             self.make_room(len(encoded), share, target=self.encoded_pool)
+        others = set(encoded)
+        plain = [record for record in ids if record not in others]
         self.make_room(len(plain), share)
         pages = self.pool.allocate(
             len(plain), after=self._page_behind(after), claimant=claimant, planned=planned
         )
+        for record, page in zip(plain, pages, strict=True):
+            self._put(record, page, share)
         if self.encoded_pool is not None and encoded:
-            pages = self.encoded_pool.allocate(len(encoded)) + pages
             self.records.encoded[encoded] = True
             self.records.fidelity[encoded] = np.maximum(self.records.fidelity[encoded], QUANTIZED_INT8)
-        for record, page in zip(ids, pages, strict=True):
-            self._put(record, page, share)
-
-    def take_back(self, ids: Sequence[int]) -> None:
-        """Take pages away that `bring` gave and nothing was written to."""
-        for record in reversed(ids):
-            self._take(record)
+            for record, page in zip(encoded, self.encoded_pool.allocate(len(encoded)), strict=True):
+                self._put(record, page, share)
 
     def relocate(self, record: int, page: int) -> None:
         """Move a record's content to another page of the same pool, which was taken for it. Nobody may hold it."""
@@ -511,7 +510,7 @@ class Residency:
         try:
             encoded = INT8.encode(plain, self.spec)
         except ValueError:  # some hold what int8 cannot: they stay, the others are encoded one by one
-            return len(chosen) > 1 and any([self._encode([record], share) for record in chosen])
+            return len(chosen) > 1 and sum(self._encode([record], share) for record in chosen) > 0
         pages = self.encoded_pool.allocate(len(chosen))
         for record, page, content in zip(chosen, pages, encoded, strict=True):
             self.encoded_pool.view(page).copy_(content)

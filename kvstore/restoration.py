@@ -37,6 +37,7 @@ class Arrival:
     target: torch.Tensor
     sources: list[Source]
     formats: set[str] = field(default_factory=set)  # those that layers came from
+    fidelity: int = 0  # what the KV went through before
     tier: str = ""  # where the first layer came from
     bytes: int = 0
 

@@ -155,6 +155,7 @@ class _Work:
         except BaseException:
             reader.close()
             raise
+        arrival.fidelity = max(arrival.fidelity, reader.fidelity)
         if first + len(out) < self._spec.layers and len(self._readers) < OPEN_READERS:
             self._readers[place] = reader
         else:

@@ -219,7 +219,7 @@ class Session:
         """All layers of all pages are there: note the formats that they came from."""
         for restoration in self.arrivals:
             for arrival in restoration.arrivals:
-                self._residency.degrade(arrival.record, arrival.formats)
+                self._residency.degrade(arrival.record, arrival.formats, arrival.fidelity)
         self.arrivals.clear()
         self._find_fidelity()
 

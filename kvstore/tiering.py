@@ -93,6 +93,7 @@ class Outgoing:
     tokens: np.ndarray
     view: torch.Tensor
     encoded: bool
+    fidelity: int
 
 
 @dataclass
@@ -201,16 +202,16 @@ class Tiering:
     # Writing.
 
     def write_through(self, table: Sequence[int], first: int) -> None:
-        """Write the pages of a session from the `first` one on to every tier that lacks them, and quantize those that
-        are no longer among the newest. `table` are the session's records; unsealed ones are left out."""
-        whole = int((self._records.used[np.array(table, dtype=np.int32)] == self._spec.page_tokens).sum())
+        """Write the pages of a session from the `first` one on to every tier that lacks them, and quantize whole ones
+        that are no longer among the newest. `table` are the session's records; unsealed ones are left out."""
+        whole = self._records.used[np.array(table, dtype=np.int32)] == self._spec.page_tokens
+        older = int(whole.sum()) - self._newest_pages
         for tier in self.tiers:
             quantized: list[int] = []
             original: list[int] = []
             begin = max(0, first - self._newest_pages) if not tier.format.lossless else first
             for ordinal in range(begin, len(table)):
-                newest = ordinal >= whole - self._newest_pages
-                format = ORIGINAL if newest or tier.format.lossless else tier.format
+                format = tier.format if whole[ordinal] and ordinal < older else ORIGINAL
                 if self._needs(table[ordinal], tier, format):
                     (original if format is ORIGINAL else quantized).append(table[ordinal])
             self._write(tier, ORIGINAL, original)
@@ -395,6 +396,7 @@ class Tiering:
             tokens=records.tokens_of(record),
             view=self._residency.view(record),
             encoded=bool(records.encoded[record]),
+            fidelity=int(records.fidelity[record]),
         )
 
     # In the background.
@@ -437,6 +439,7 @@ class Tiering:
             tokens=page.tokens,
             format=result.format,
             payload=payload,
+            fidelity=page.fidelity,
         )
         try:
             result.sizes[page.record] = result.tier.storage.write(chunk)
@@ -615,7 +618,7 @@ class Tiering:
             self.remove(record, tier, "unreadable")
 
     def _complete(self, arrival: Arrival) -> None:
-        self._residency.degrade(arrival.record, arrival.formats)
+        self._residency.degrade(arrival.record, arrival.formats, arrival.fidelity)
         self._counters.bytes_restored[arrival.tier] += arrival.bytes
         self._counters.tokens_restored[arrival.tier] += len(arrival.tokens)
         if self._records.key_of(arrival.record) != arrival.key:

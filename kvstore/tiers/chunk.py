@@ -3,7 +3,8 @@
 A chunk is one page of KV in some format. As a file it is a header, whose length follows from the layout, and then the
 payload, layer after layer, so that some layers are one contiguous read. The header, in little-endian order:
 
-    magic, version, digest of the layout, key, parent, position, number of tokens, bytes of a layer, format
+    magic, version, digest of the layout, key, parent, position, number of tokens, bytes of a layer,
+                      fidelity, format
     tokens            int32 a token, with zeros up to `page_tokens`
     layer checksums   XXH3 (64 bits) of each layer
     header checksum   XXH3 (64 bits) of all that is before it
@@ -39,7 +40,7 @@ MAX_RECORD_BYTES = 64 * 2**20
 
 _VERSION = 1
 _CHUNK_MAGIC = b"KWCHUNK\n"
-_FIXED = struct.Struct("<8sI16s16s16sqIQ16s")
+_FIXED = struct.Struct("<8sI16s16s16sqIQB16s")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD_MAGIC = b"KWRECRD\n"
 _RECORD = struct.Struct("<8sIQ16s")  # magic, version, bytes of data, XXH3 (128 bits) of name and data
@@ -103,6 +104,7 @@ class Chunk:
     - `tokens`: int32, at most as many as a page has.
     - `format`: how the payload is encoded; up to 16 lower-case letters and digits.
     - `payload`: uint8 `[layers, layer_bytes]`, contiguous, on the CPU.
+    - `fidelity`: a code below 256 for what the KV went through before it was encoded; 0 is nothing.
     """
 
     key: bytes
@@ -111,6 +113,7 @@ class Chunk:
     tokens: Tokens
     format: str
     payload: torch.Tensor
+    fidelity: int = 0
 
     def __post_init__(self) -> None:
         if len(self.key) != KEY_BYTES or len(self.parent) != KEY_BYTES:
@@ -145,6 +148,7 @@ class ChunkHeader:
     format: str
     layers: int
     layer_bytes: int
+    fidelity: int = 0
     checksums: tuple[int, ...] = ()
 
     @classmethod
@@ -158,6 +162,7 @@ class ChunkHeader:
             format=chunk.format,
             layers=layers,
             layer_bytes=layer_bytes,
+            fidelity=chunk.fidelity,
             checksums=checksums,
         )
 
@@ -204,6 +209,7 @@ def encode_chunk(chunk: Chunk, layout: ChunkLayout) -> list[bytes | memoryview]:
         chunk.position,
         len(chunk.tokens),
         chunk.payload.shape[1],
+        chunk.fidelity,
         chunk.format.encode(),
     )
     header += tokens.tobytes()
@@ -218,7 +224,8 @@ def parse_header(data: bytes, layout: ChunkLayout) -> ChunkHeader:
     size = layout.header_bytes
     if len(data) < size:
         raise ChunkMissing("truncated", f"{len(data)} bytes are no header of {size}")
-    magic, version, digest, key, parent, position, count, layer_bytes, format = _FIXED.unpack_from(data)
+    fields = _FIXED.unpack_from(data)
+    magic, version, digest, key, parent, position, count, layer_bytes, fidelity, format = fields
     if (magic, version) != (_CHUNK_MAGIC, _VERSION):
         raise ChunkMissing("foreign", f"not a chunk of version {_VERSION}")
     if digest != layout.digest:
@@ -240,6 +247,7 @@ def parse_header(data: bytes, layout: ChunkLayout) -> ChunkHeader:
         format=format.rstrip(b"\0").decode("ascii", errors="replace"),
         layers=layout.layers,
         layer_bytes=layer_bytes,
+        fidelity=fidelity,
         checksums=tuple(checksums.tolist()),
     )
 

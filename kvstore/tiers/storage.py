@@ -70,6 +70,7 @@ class ChunkReader(ABC):
         self.tokens: Tokens = header.tokens
         self.format: str = header.format
         self.layer_bytes: int = header.layer_bytes
+        self.fidelity: int = header.fidelity
 
     def read_into(self, first_layer: int, out: torch.Tensor) -> None:
         """Read and verify the layers from `first_layer` on into `out`: uint8 `[n, layer_bytes]`, contiguous, on the

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvstore import KVLost, KVStore, Restoration, Session, StoreConfig, TierConfig
-from kvstore.records import QUANTIZED_INT8
+from kvstore.records import FORMAT_CODES, QUANTIZED_INT8
 from kvstore.tiers import ChunkReader, DiskStorage
 from tests.kvstore.tier_helpers import (
     PAGE,
@@ -164,6 +164,24 @@ def test_what_is_computed_behind_rounded_pages_is_labelled(stores: Stores, tmp_p
     other = store.acquire("ann", "other", text(1, 28))
     assert (other.length, other.exactness) == (28, "quantized")
     store.release(other)
+
+
+def test_the_label_outlives_the_process(stores: Stores, tmp_path: Path) -> None:
+    """The newest pages are kept as they are, but what they were computed behind was rounded."""
+    store = stores.open(config(disk=disk(tmp_path, "int8")))
+    turn(store, "chat", text(1, 20))
+    empty_device(store)
+    session = store.acquire("ann", "chat", text(1, 32))
+    compute(session, text(1, 32))
+    last = session.table.records[-1]
+    store.release(session)
+    assert store.flush()
+    assert store.records.stored[last].max() == FORMAT_CODES["original"]
+    again = stores.open(config(disk=disk(tmp_path, "int8")))
+    again.flush()
+    session = again.acquire("ann", "other", text(1, 32))
+    assert again.records.fidelity[session.table.records[-1]] == QUANTIZED_INT8
+    again.release(session)
 
 
 def test_a_page_comes_from_the_quickest_tier(stores: Stores, tmp_path: Path, memory_url: str) -> None:

@@ -48,6 +48,7 @@ def chunks_with_layouts(draw: st.DrawFn) -> tuple[Chunk, ChunkLayout]:
         tokens=np.array(draw(st.lists(token, max_size=layout.page_tokens)), dtype=np.int32),
         format=draw(st.from_regex(r"[a-z0-9]{1,16}", fullmatch=True)),
         payload=torch.tensor(list(payload), dtype=torch.uint8).view(layout.layers, layer_bytes),
+        fidelity=draw(st.integers(0, 255)),
     )
     return chunk, layout
 
@@ -70,6 +71,7 @@ def test_what_is_encoded_is_parsed(case: tuple[Chunk, ChunkLayout]) -> None:
     assert len(data) == layout.chunk_bytes(chunk.payload.shape[1])
     header = parse(data, layout, chunk)
     assert (header.key, header.parent, header.position) == (chunk.key, chunk.parent, chunk.position)
+    assert header.fidelity == chunk.fidelity
     assert (header.format, header.layer_bytes) == (chunk.format, chunk.payload.shape[1])
     assert header.tokens.dtype == np.int32
     assert header.tokens.tolist() == chunk.tokens.tolist()
