@@ -49,6 +49,8 @@ class _Host:
                 return
 
     def _status_changed(self, status: EngineStatus) -> None:
+        if self._stopped.is_set():
+            return  # an engine that is shut down on purpose has not failed
         workers.publish(_to_protocol(status))
         wakeups.engine_changed()
 

@@ -154,8 +154,7 @@ class Engine:
         else:
             self._close(STOPPED)
         finally:
-            if self._store is not None:
-                self._store.close()
+            self._put_away()
 
     def _close(self, failure: FailedEvent) -> None:
         """End every generation and refuse new ones."""
@@ -202,6 +201,16 @@ class Engine:
         if self._stopping.is_set():
             raise _Stopping
         self._set_status("loading", 0.0, "loading the model")
+
+    def _put_away(self) -> None:
+        """Close the store. Sessions of unfinished answers sleep like the others, since they are the first to go on."""
+        if self._store is not None:
+            try:
+                for answer in self._scheduler.admitted():
+                    if session := answer.end_session():
+                        self._store.release(session)
+            finally:
+                self._store.close()
 
     @torch.inference_mode()
     def _serve(self) -> None:

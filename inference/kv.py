@@ -11,7 +11,8 @@ from kvstore import KVStore, StoreConfig, TierConfig
 
 
 def open_store(config: EngineConfig, model: LoadedModel, on_activity: Callable[[], None]) -> KVStore:
-    """The KV store of a model. Raises ModelUnavailable when `kv_bytes` is too little for a single page."""
+    """The KV store of a model. Raises ModelUnavailable when its settings do not work, such as too little memory for
+    a single page."""
     settings = StoreConfig(
         device_bytes=config.kv_bytes,
         host=_tier(config, config.kv_host_bytes),
@@ -21,7 +22,7 @@ def open_store(config: EngineConfig, model: LoadedModel, on_activity: Callable[[
     try:
         return KVStore(model.kv_spec, settings, device=model.device, on_activity=on_activity)
     except ValueError as error:
-        raise ModelUnavailable(f"There is too little memory for KV: {error}") from error
+        raise ModelUnavailable(f"The settings of the KV store do not work: {error}") from error
 
 
 def _tier(config: EngineConfig, budget: int, location: str = "") -> TierConfig | None:

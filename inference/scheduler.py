@@ -57,6 +57,10 @@ class Scheduler:
                 return answer
         return None
 
+    def admitted(self) -> list[Answer]:
+        """Answers that run."""
+        return list(self._running)
+
     def cancelled(self) -> list[Answer]:
         """Answers whose caller gave up, waiting or running."""
         everyone = (*self._waiting, *self._running)

@@ -106,7 +106,8 @@ class WorthParameters:
     - `absent`: the same when nobody has.
     - `presence_timeout`: seconds after the last heartbeat during which somebody counts as present: two heartbeats of
       the web chat may be lost.
-    - `frequency`: how much each (decayed) hit adds to the rate of reuse, as a fraction of that of an unused page.
+    - `frequency`: the rate of reuse grows with (1 + decayed hits) to this power. Below 1, since the many turns of one
+      visit say less of the next visit than as many visits would.
     - `superseded`: factor on the rate for pages of a branch that was left.
     - `emphasis`, `attention`: how much each unit of these adds to the rate, as a fraction.
     - `parity_position`: position from which attending to all tokens before a token costs as much as the rest of its
@@ -114,10 +115,10 @@ class WorthParameters:
     - `restore_cost`: cost to bring a page back from a lower tier, where computing it at position 0 costs 1.
     """
 
-    present: WaitingTime = WaitingTime(returning=0.7, scale=180.0, shape=1.2)
-    absent: WaitingTime = WaitingTime(returning=0.7, scale=1200.0, shape=1.3)
+    present: WaitingTime = WaitingTime(returning=0.6, scale=60.0, shape=1.8)
+    absent: WaitingTime = WaitingTime(returning=0.7, scale=1800.0, shape=1.3)
     presence_timeout: float = 75.0
-    frequency: float = 0.3
+    frequency: float = 0.7
     superseded: float = 0.1
     emphasis: float = 1.0
     attention: float = 1.0
@@ -154,7 +155,7 @@ class Worth:
         present = pages.now - pages.heartbeat <= parameters.presence_timeout
         rate[present] = np.maximum(rate[present], parameters.present.rate(waited[present]))
         hits = pages.hits * 0.5 ** (waited / HIT_HALF_LIFE)
-        rate *= 1 + parameters.frequency * hits
+        rate *= (1 + hits) ** parameters.frequency
         rate *= 1 + parameters.emphasis * pages.emphasis
         rate *= 1 + parameters.attention * pages.attention
         rate[pages.superseded] *= parameters.superseded

@@ -93,10 +93,10 @@ class Int8:
             (torch.bfloat16, (heads, tokens, groups, 1)),
         )
         out = _empty(encoded, spec)
-        torch.mul(key_codes, key_scales.to(spec.dtype), out=out[:, :, 0])
+        torch.mul(key_codes, key_scales.to(out.dtype), out=out[:, :, 0])
         values = out[:, :, 1].unflatten(-1, (groups, -1))
-        torch.mul(value_codes, value_scales.to(spec.dtype), out=values)
-        return out
+        torch.mul(value_codes, value_scales.to(out.dtype), out=values)
+        return _finished(out, spec)
 
     def _codes(self, data: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = (data.abs().amax(dim, keepdim=True) / INT8_LARGEST).clamp(min=SMALLEST).bfloat16()
@@ -147,13 +147,13 @@ class Int4:
         )
         out = _empty(encoded, spec)
         keys, values = out[:, :, 0], out[:, :, 1].unflatten(-1, (groups, -1))
-        scales = _log_scales(largest, steps).to(spec.dtype)
+        scales = _log_scales(largest, steps).to(out.dtype)
         torch.mul(_unpack(key_codes, spec).unflatten(-1, (heads, tokens, channels)), scales, out=keys)
-        keys += offsets.to(spec.dtype)
+        keys += offsets.to(out.dtype)
         shape = (heads, tokens, groups, channels // groups)
-        torch.mul(_unpack(value_codes, spec).unflatten(-1, shape), value_scales.to(spec.dtype), out=values)
-        values += value_offsets.to(spec.dtype)
-        return out
+        torch.mul(_unpack(value_codes, spec).unflatten(-1, shape), value_scales.to(out.dtype), out=values)
+        values += value_offsets.to(out.dtype)
+        return _finished(out, spec)
 
     def _affine(self, data: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Offset, in bfloat16, and scale along `dim`."""
@@ -240,4 +240,15 @@ def _parts(encoded: torch.Tensor, *layout: tuple[torch.dtype, tuple[int, ...]]) 
 
 
 def _empty(encoded: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    return torch.empty((*encoded.shape[:2], *spec.page_shape[1:]), dtype=spec.dtype, device=encoded.device)
+    """Memory to decode into. float32 for float16, which has no room for products of codes and scales, nor the digits
+    of small scales."""
+    dtype = torch.float32 if spec.dtype is torch.float16 else spec.dtype
+    return torch.empty((*encoded.shape[:2], *spec.page_shape[1:]), dtype=dtype, device=encoded.device)
+
+
+def _finished(decoded: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """What was decoded, in the spec's dtype: rounding must not carry its largest values into infinity."""
+    if decoded.dtype is spec.dtype:
+        return decoded
+    limit = torch.finfo(spec.dtype).max
+    return decoded.clamp_(-limit, limit).to(spec.dtype)

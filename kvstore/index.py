@@ -117,13 +117,15 @@ class PrefixIndex:
         usable = there & (equal | ~records.known[found])
         return len(found) if usable.all() else int(np.argmin(usable))
 
+    # Slots follow from a key's second half: a bit of the first is the same in all chain keys.
+
     def _start(self, key: npt.NDArray[np.uint8]) -> int:
-        return int.from_bytes(key[:8].tobytes(), "little") & (len(self._slots) - 1)
+        return int.from_bytes(key[8:].tobytes(), "little") & (len(self._slots) - 1)
 
     def _find_all(self, keys: npt.NDArray[np.uint8]) -> Ids:
         """Records with these keys, `[n, 16]`; NONE where there is none. One vectorised step a probe."""
         mask = len(self._slots) - 1
-        slots = (keys[:, :8].copy().view("<u8")[:, 0] & np.uint64(mask)).astype(np.int64)
+        slots = (keys[:, 8:].copy().view("<u8")[:, 0] & np.uint64(mask)).astype(np.int64)
         found = np.full(len(keys), NONE, dtype=np.int32)
         pending = np.arange(len(keys))
         while len(pending):

@@ -32,7 +32,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A session as it went to sleep. `entries` are its page table."""
+    """A session as it went to sleep. `entries` are its page table, and `left` keys of pages that it made and no longer
+    uses: those of other branches."""
 
     owner: str
     session_id: str
@@ -41,6 +42,7 @@ class Manifest:
     keyed_pages: int
     spans: Sequence[Span]
     entries: Sequence[Entry]
+    left: Sequence[bytes] = ()
 
     def encode(self) -> bytes:
         return json.dumps(
@@ -52,6 +54,7 @@ class Manifest:
                 "public_tokens": self.public_tokens,
                 "keyed_pages": self.keyed_pages,
                 "spans": [asdict(span) for span in self.spans],
+                "left": [key.hex() for key in self.left],
                 "pages": [[e.key.hex(), e.start, e.count, e.position, _text(e.tokens)] for e in self.entries],
             }
         ).encode()
@@ -74,6 +77,7 @@ class Manifest:
                     Entry(bytes.fromhex(key), int(start), int(count), int(position), _tokens(text))
                     for key, start, count, position, text in content["pages"]
                 ],
+                left=[bytes.fromhex(key) for key in content["left"]],
             )
             whole = all(
                 0 <= e.start < e.start + e.count <= len(e.tokens) and len(e.key) == KEY_BYTES

@@ -258,7 +258,13 @@ class PagePool:
         planned = min(planned, self.slab_pages)
         best = self._longest_run(claimant)
         if best is None or best[2] < planned:
-            slab = self._new_slab(max(planned, 1))
+            try:
+                slab = self._new_slab(max(planned, 1))
+            except (RuntimeError, MemoryError, OSError):
+                # The device has less memory than the budget says: what is free in other slabs will do.
+                slab = None
+                if best is None and self._longest_run(None) is None:
+                    raise
             if slab is not None:
                 best = (slab, 0, slab.pages)
         if best is None:

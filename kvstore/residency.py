@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,12 @@ from kvstore.shares import Shares
 if TYPE_CHECKING:
     from kvstore.session import Session, Tokens
     from kvstore.table import PageTable
+
+
+logger = logging.getLogger(__name__)
+
+# When room is short, this share of the budget is freed beyond what is asked for, so that the next page is at hand.
+EVICTED_AHEAD = 128
 
 
 class Residency:
@@ -86,8 +93,8 @@ class Residency:
                 raise
             self.make_room(count, session.pool)
         planned = -(-session.planned // size) - len(session.table)
-        pages = self.pool.allocate(
-            count, after=self._page_behind(after), claimant=session.number, planned=planned
+        pages = self._allocate(
+            self.pool, count, after=self._page_behind(after), claimant=session.number, planned=planned
         )
         made: list[int] = []
         for number, page in enumerate(pages):
@@ -202,8 +209,18 @@ class Residency:
             records.used[record] = len(tokens)
             records.position[record] = position
             records.known[record] = True
-        if records.parent[record] == NONE:
+        if records.parent[record] == NONE and not self._builds_on(parent, record):
             records.set_parent(record, parent)
+
+    def _builds_on(self, record: int, other: int) -> bool:
+        """Whether a record is another, or builds on it."""
+        if record == other:
+            return True
+        while self.records.children[other] and record != NONE:
+            record = int(self.records.parent[record])
+            if record == other:
+                return True
+        return False
 
     def view(self, record: int) -> torch.Tensor:
         """View of a record's page; see `PagePool.view`."""
@@ -267,7 +284,7 @@ class Residency:
             if over:
                 self._evict(-(-over // pool.page_bytes), share, pool, own=True)
             elif missing > 0:
-                self._evict(missing, share, pool, own=False)
+                self._evict(missing + pool.budget_pages // EVICTED_AHEAD, share, pool, own=False)
             else:
                 return
             improved = self.shares.excess(share, count * pool.page_bytes) < over or (
@@ -295,16 +312,19 @@ class Residency:
         others = set(encoded)
         plain = [record for record in ids if record not in others]
         self.make_room(len(plain), share)
-        pages = self.pool.allocate(
-            len(plain), after=self._page_behind(after), claimant=claimant, planned=planned
+        pages = self._allocate(
+            self.pool, len(plain), after=self._page_behind(after), claimant=claimant, planned=planned
         )
-        for record, page in zip(plain, pages, strict=True):
-            self._put(record, page, share)
         if self.encoded_pool is not None and encoded:
+            try:
+                pages += self._allocate(self.encoded_pool, len(encoded))
+            except PoolExhausted:
+                self.pool.free(pages)
+                raise
             self.records.encoded[encoded] = True
             self.records.fidelity[encoded] = np.maximum(self.records.fidelity[encoded], QUANTIZED_INT8)
-            for record, page in zip(encoded, self.encoded_pool.allocate(len(encoded)), strict=True):
-                self._put(record, page, share)
+        for record, page in zip([*plain, *encoded], pages, strict=True):
+            self._put(record, page, share)
 
     def relocate(self, record: int, page: int) -> None:
         """Move a record's content to another page of the same pool, which was taken for it. Nobody may hold it."""
@@ -361,22 +381,38 @@ class Residency:
         return (int(resident.sum()) - encoded) * self.pool.page_bytes + encoded * size
 
     def _evict(self, count: int, share: int, pool: PagePool, *, own: bool) -> None:
+        records = self.records
         unlocked = self.unlocked(pool)
-        candidates = unlocked[self.records.pins[unlocked] == 0]
-        worth = self.policy.worth(self.statistics(candidates))
-        worth_of = dict(zip(candidates.tolist(), worth.tolist(), strict=True))
-        leaves = [(worth_of[r], r) for r in worth_of if self.records.resident_children[r] == 0]
+        candidates = unlocked[records.pins[unlocked] == 0]
+        worth = np.zeros(records.rows)
+        worth[candidates] = self.policy.worth(self.statistics(candidates))
+        may_go = np.zeros(records.rows, dtype=bool)
+        may_go[candidates] = True
+        ends = candidates[records.resident_children[candidates] == 0]
+        leaves = list(zip(worth[ends].tolist(), ends.tolist(), strict=True))
         heapq.heapify(leaves)
         while count > 0 and leaves:
             _, record = heapq.heappop(leaves)
-            owner = int(self.records.pool[record])
+            owner = int(records.pool[record])
             if owner != share and (own or not self.shares.may_lose(owner, share, pool.page_bytes)):
                 continue
-            parent = int(self.records.parent[record])
+            parent = int(records.parent[record])
             self.evict(record, "room")
             count -= 1
-            if parent in worth_of and self.records.resident_children[parent] == 0:
-                heapq.heappush(leaves, (worth_of[parent], parent))
+            if parent != NONE and may_go[parent] and records.resident_children[parent] == 0:
+                heapq.heappush(leaves, (float(worth[parent]), parent))
+
+    def _allocate(
+        self, pool: PagePool, count: int, *, after: int | None = None, claimant: int = 0, planned: int = 0
+    ) -> list[int]:
+        """Take pages for which room was made. Raises PoolExhausted when the device has less memory than its budget
+        says: torch tells of that with a RuntimeError, the system with an OSError."""
+        try:
+            return pool.allocate(count, after=after, claimant=claimant, planned=planned)
+        except (RuntimeError, MemoryError, OSError) as error:
+            self.counters.failures["device:memory"] += 1
+            logger.warning("the device has no memory for KV, though the budget allows it: %s", error)
+            raise self._exhausted(count, pool) from error
 
     def _exhausted(self, count: int, pool: PagePool) -> PoolExhausted:
         self.counters.refusals["room"] += 1
@@ -511,7 +547,10 @@ class Residency:
             encoded = INT8.encode(plain, self.spec)
         except ValueError:  # some hold what int8 cannot: they stay, the others are encoded one by one
             return len(chosen) > 1 and sum(self._encode([record], share) for record in chosen) > 0
-        pages = self.encoded_pool.allocate(len(chosen))
+        try:
+            pages = self._allocate(self.encoded_pool, len(chosen))
+        except PoolExhausted:
+            return False
         for record, page, content in zip(chosen, pages, encoded, strict=True):
             self.encoded_pool.view(page).copy_(content)
             owner = int(self.records.pool[record])

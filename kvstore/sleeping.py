@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvstore.counters import Counters
 from kvstore.manifest import Entry, Manifest, manifest_name
 from kvstore.records import NONE
@@ -48,7 +50,8 @@ class Sleeping:
         for record in dict.fromkeys(session.table.records[::-1]):
             if records.page[record] == NONE:
                 continue
-            if records.refs[record] > 1 or records.pins[record] or records.resident_children[record]:
+            used = records.refs[record] > 1 and records.refs[record] > session.table.records.count(record)
+            if used or records.pins[record] or records.resident_children[record]:
                 return True
             if records.locks[record] or not records.stored[record].any():
                 return not self._tiering.tiers
@@ -82,6 +85,8 @@ class Sleeping:
     def _manifest(self, session: Session) -> Manifest:
         records = self._residency.records
         assert session.id is not None
+        made = records.where((records.origin == session.number) & records.indexed)
+        left = np.setdiff1d(made, session.table.ids())
         return Manifest(
             owner=session.owner,
             session_id=session.id,
@@ -93,6 +98,7 @@ class Sleeping:
                 Entry(records.key_of(r), start, count, int(records.position[r]), records.tokens_of(r))
                 for r, start, count in session.table
             ],
+            left=[records.key_of(record) for record in left.tolist()],
         )
 
     def _fill(self, session: Session, manifest: Manifest) -> None:
@@ -106,9 +112,15 @@ class Sleeping:
             table.append(record, entry.start, entry.count)
             parent = record
         self._residency.hold(table.ids(), locked=False)
+        # So that dropping the session drops its other branches, too.
+        for key in manifest.left:
+            if (record := self._residency.index.find(key)) != NONE:
+                self._residency.records.origin[record] = session.number
         spans = list(manifest.spans)
         cut_spans(spans, table.tokens)
         session.replace_contents(table, spans)
         session.keyed_pages = min(manifest.keyed_pages, len(table))
         session.public_tokens = manifest.public_tokens
+        if manifest.pool in (pool.name for pool in self._shares.pools):
+            session.pool = self._shares.number(manifest.pool)
         session.asleep = True

@@ -19,6 +19,7 @@ from kvstore.edits import SpanEdits
 from kvstore.errors import PoolExhausted, SessionLocked
 from kvstore.formats import INT8
 from kvstore.index import PrefixIndex
+from kvstore.manifest import manifest_name
 from kvstore.pins import Pin, Pins
 from kvstore.pool import PagePool
 from kvstore.records import NONE, TIERS, Ids, PageRecords
@@ -53,6 +54,11 @@ class PrefixMatch:
     tokens: int
     device: int
     tiers: dict[str, int]
+
+
+def conversation_number(owner: str, session_id: str) -> int:
+    """A number from 2**30 to 2**31 that a conversation has in every process; others may share it."""
+    return 2**30 + int(manifest_name(owner, session_id)[:7], 16)
 
 
 class KVStore:
@@ -167,10 +173,14 @@ class KVStore:
         session.locked = True
         self._active.add(session)
         self.residency.lock(session.table.ids())
-        missing = self._bring_back(session)
-        if wait:
-            self._await_arrivals(session)
-        self._count_lookup(session, len(wanted), missing)
+        try:
+            brought = self._bring_back(session)
+            if wait:
+                self._await_arrivals(session)
+        except BaseException:
+            self.release(session)
+            raise
+        self._count_lookup(session, len(wanted), brought)
         if sources is not None and session.exact:
             session.spans = labelled(session.spans, sources, session.length)
         session.heartbeat = self.now()
@@ -437,7 +447,8 @@ class KVStore:
             self._leaving.discard(session)
 
     def _new_session(self, owner: str, session_id: str | None, pool: int) -> Session:
-        return Session(self.residency, owner, session_id, number=next(self._numbers), pool=pool)
+        number = next(self._numbers) if session_id is None else conversation_number(owner, session_id)
+        return Session(self.residency, owner, session_id, number=number, pool=pool)
 
     def _match(self, session: Session, tokens: Tokens) -> None:
         """Let a session hold the longest known beginning of `tokens`."""
@@ -494,9 +505,9 @@ class KVStore:
                 restoration.cancel()
         session.arrivals.clear()
 
-    def _bring_back(self, session: Session, *, cut: bool = True) -> int:
+    def _bring_back(self, session: Session, *, cut: bool = True) -> set[int]:
         """Bring pages that are not on the device back, as many as there is room for; the session is cut before the
-        others unless `cut` is False. Returns the number of tokens that are on their way for this session."""
+        others unless `cut` is False. Returns the records that are on their way for this session."""
         wanted = self._missing(session)
         missing = wanted
         while missing and not self._place(session, missing):
@@ -508,7 +519,7 @@ class KVStore:
             session.rearranged()
         arriving = (self.tiering.arriving(record) for record in session.table.records)
         session.arrivals = list(dict.fromkeys(found for found in arriving if found is not None))
-        return int(self.records.used[missing].sum()) if missing else 0
+        return set(missing)
 
     def _missing(self, session: Session) -> list[int]:
         ids = dict.fromkeys(session.table.records)
@@ -568,12 +579,12 @@ class KVStore:
         self._bring_back(session)
         self._await_arrivals(session)
 
-    def _count_lookup(self, session: Session, wanted: int, restored: int) -> None:
+    def _count_lookup(self, session: Session, wanted: int, brought: set[int]) -> None:
         counters = self.counters
         counters.lookups += 1
         counters.hits += session.length > 0
         counters.tokens_looked_up += wanted
-        session.restored_tokens = min(restored, session.length)
+        session.restored_tokens = sum(count for record, _, count in session.table if record in brought)
         session.reused_tokens = session.length - session.restored_tokens
         counters.tokens_reused += session.reused_tokens
 

@@ -53,7 +53,9 @@ logger = logging.getLogger(__name__)
 
 READERS = 2
 WRITE_BATCH = 16  # pages that are encoded and written in one go
-SCAN_BATCH = 256  # chunks that the store's thread takes in at a time
+POLL_SECONDS = 0.005  # that the store's thread spends on finished jobs at a time
+REMOVED_AHEAD = 0.01  # share of a tier's budget that is freed beyond what is necessary
+SCAN_BATCH = 64  # chunks that the store's thread takes in at a time
 LEFTOVER_AGE = 3600.0  # seconds after which a temporary file belongs to nobody
 CLEAN_EVERY = 60.0  # seconds between searches for expired chunks
 # One line a kind of failure and minute, however many there are.
@@ -133,6 +135,7 @@ class Tiering:
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: set[Future[None]] = set()
         self._readers = ThreadPoolExecutor(READERS, "kvstore-read")
+        self._scanners = ThreadPoolExecutor(len(TIERS), "kvstore-scan")
         self._writers: list[ThreadPoolExecutor] = []
         self._arriving: dict[int, Restoration] = {}
         self._writing: set[tuple[int, int]] = set()  # (record, tier) of jobs under way
@@ -161,17 +164,17 @@ class Tiering:
             if tier.name == "host":
                 tier.scanned = True
             else:
-                self._submit(self._readers, partial(self._scan, tier))
+                self._submit(self._scanners, partial(self._scan, tier))
 
     def poll(self) -> None:
-        """Take in what background jobs have done."""
-        while not self._completed.empty():
+        """Take in what background jobs have done; a great deal of it is left for the next time."""
+        until = time.monotonic() + POLL_SECONDS
+        while not self._completed.empty() and time.monotonic() < until:
             self._completed.get()()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of at least one job and take it in. Returns whether there was one."""
-        if not self._jobs:
-            self.poll()
+        if not self._jobs and self._completed.empty():
             return False
         try:
             self._completed.get(timeout=timeout)()
@@ -183,16 +186,15 @@ class Tiering:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until no job is left. Returns whether that was so in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._jobs:
+        while self._jobs or not self._completed.empty():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self.wait(left) and left == 0.0:
                 return False
-        self.poll()
         return True
 
     def close(self) -> None:
         """Let jobs end and the threads with them."""
-        for executor in (self._readers, *self._writers):
+        for executor in (self._readers, self._scanners, *self._writers):
             executor.shutdown(wait=True)
         self._restorer.close()
         self.poll()
@@ -338,9 +340,10 @@ class Tiering:
         records = self._records
         private = (records.key[:, 0] & PRIVATE_BIT).astype(bool) & ~records.known & (records.refs == 0)
         old = records.last_use < self._now() - LEFTOVER_AGE
-        for record in records.where(private & old & self._removable()).tolist():
-            self.remove_everywhere(record, "unreferenced")
-            self._residency.index.forget_unneeded(record)
+        tier = self.lasting  # others hold what manifests elsewhere name
+        if tier is not None:
+            unused = private & old & self._removable() & (records.stored[:, tier.number] > 0)
+            self._remove_all(records.where(unused), tier, "unreferenced")
 
     def _build(self) -> list[Tier]:
         layout = self._layout
@@ -426,6 +429,10 @@ class Tiering:
             plain = get_format("int8").decode(page.view.unsqueeze(0), self._spec)
         else:
             plain = page.view.unsqueeze(0)
+        if (used := len(page.tokens)) < self._spec.page_tokens:
+            # What the memory held before would spoil the scales, and may be anybody's.
+            plain = plain.clone()
+            plain[..., used:, :] = 0
         try:
             return format.name, self._link.to_host(format.encode(plain, self._spec)[0])
         except ValueError:
@@ -535,9 +542,10 @@ class Tiering:
         return self._layout.chunk_bytes(get_format(format).layer_bytes(self._spec))
 
     def _keep_budget(self, tier: Tier) -> None:
-        excess = tier.bytes - tier.config.budget_bytes
-        if excess <= 0:
+        if tier.bytes <= tier.config.budget_bytes:
             return
+        # A little more than necessary, so that not every page that is written has all others judged.
+        excess = tier.bytes - tier.config.budget_bytes * (1 - REMOVED_AHEAD)
         records = self._records
         chosen = records.where((records.stored[:, tier.number] > 0) & ~records.arriving)
         worth = self._residency.policy.worth(self._residency.statistics(chosen))

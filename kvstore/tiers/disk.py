@@ -83,6 +83,8 @@ class DiskStorage:
 
     def expect(self, key: bytes, format: str) -> None:
         """Let the system begin to read the file into its page cache."""
+        if not hasattr(os, "posix_fadvise"):
+            return
         with suppress(ChunkMissing, OSError):
             descriptor, _ = _open(self._path(key, format))
             try:

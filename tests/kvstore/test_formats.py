@@ -80,6 +80,18 @@ def test_constant_pages_come_back(name: str, value: float) -> None:
     assert torch.allclose(decoded, pages, rtol=0.005, atol=0)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("largest", [65504.0, 60000.0, 2e-4])
+def test_the_ends_of_float16_come_back(name: str, largest: float) -> None:
+    spec = spec_of(dtype=torch.float16)
+    pages = pages_of(spec, scale=largest)
+    pages[0] = largest
+    pages[1, ..., ::2] = -largest
+    decoded = FORMATS[name].decode(FORMATS[name].encode(pages, spec), spec)
+    error = (decoded.double() - pages.double()).abs().max().item()
+    assert error <= TOLERANCE[name] * largest + torch.finfo(torch.float16).smallest_normal * 2**-10
+
+
 def test_a_channel_of_large_keys_does_not_spoil_the_others() -> None:
     spec = spec_of()
     pages = pages_of(spec)

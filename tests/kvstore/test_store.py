@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ ROUNDING = 0.02  # what int8 may change
 def resident_tokens(store: KVStore, tokens: list[int], owner: str = "ann") -> int:
     """How many of these tokens a lookup finds on the device."""
     return store.find(owner, tokens).device
+
+
+def kept(store: KVStore, session_id: str, owner: str = "ann") -> Session:
+    """A session that the store has in memory."""
+    session = store.get(owner, session_id)
+    assert session is not None
+    return session
 
 
 # Settings.
@@ -146,8 +154,7 @@ def test_a_session_that_holds_nothing_is_forgotten() -> None:
 def test_fork_takes_any_length_without_copying() -> None:
     store = new_store()
     turn(store, "chat", TOKENS[:11])
-    session = store.get("ann", "chat")
-    assert session is not None
+    session = kept(store, "chat")
     for length in (0, 3, 4, 9, 11):
         twin = store.fork(session, f"fork at {length}", length)
         assert twin.tokens == tuple(TOKENS[:length])
@@ -162,8 +169,7 @@ def test_fork_refuses_what_makes_no_sense() -> None:
     store = new_store()
     turn(store, "chat", TOKENS[:5])
     turn(store, "twin", TOKENS[:5])
-    session = store.get("ann", "chat")
-    assert session is not None
+    session = kept(store, "chat")
     with pytest.raises(ValueError, match="already"):
         store.fork(session, "twin")
     for length in (-1, 6):
@@ -191,6 +197,18 @@ def test_drop_forgets_an_idle_session_at_once_and_an_active_one_at_release() -> 
     assert store.get("ann", "chat") is second
     assert store.snapshot().pages == 2
     check_nothing_left(store)
+
+
+def test_pages_of_a_branch_that_was_left_count_for_less_until_it_is_back() -> None:
+    store = new_store()
+    branch = [*TOKENS[:4], *OTHERS[:8]]
+    turn(store, "chat", TOKENS[:12])
+    left = kept(store, "chat").held()[1:]
+    turn(store, "chat", branch)
+    assert store.records.superseded[left].all()
+    assert turn(store, "chat", TOKENS[:12]) == 12
+    assert kept(store, "chat").held()[1:] == left
+    assert not store.records.superseded[left].any()
 
 
 def test_drop_forgets_branches_that_the_session_left() -> None:
@@ -285,9 +303,7 @@ def test_nothing_is_shared_across_owners() -> None:
     assert store.find("bob", TOKENS[:16], public_tokens=16).tokens == 0
     assert turn(store, "chat", TOKENS[:16], owner="bob") == 0
     assert not store.drop("cid", "chat")
-    ann, bob = store.get("ann", "chat"), store.get("bob", "chat")
-    assert ann is not None
-    assert bob is not None
+    ann, bob = kept(store, "chat"), kept(store, "chat", "bob")
     assert not set(ann.held()) & set(bob.held())
 
 
@@ -298,9 +314,7 @@ def test_public_prefixes_are_shared_and_nothing_behind_them() -> None:
     assert store.find("bob", TOKENS[:16], public_tokens=public).tokens == 8
     assert store.find("bob", TOKENS[:16]).tokens == 0
     assert turn(store, "chat", TOKENS[:16], owner="bob", public_tokens=public) == 8
-    ann, bob = store.get("ann", "chat"), store.get("bob", "chat")
-    assert ann is not None
-    assert bob is not None
+    ann, bob = kept(store, "chat"), kept(store, "chat", "bob")
     assert set(ann.held()) & set(bob.held()) == set(ann.held()[:2])
     assert store.find("ann", TOKENS[:16], public_tokens=public).tokens == 16
     check_nothing_left(store)
@@ -367,7 +381,7 @@ def test_worth_prefers_those_that_are_there() -> None:
     turn(store, "1", TOKENS[:12])
     clock.time += 1
     turn(store, "2", OTHERS[:12])
-    clock.time += 600
+    clock.time += 100
     store.heartbeat("ann", "1")
     store.heartbeat("ann", "nobody")
     turn(store, "3", text(3, 12))
@@ -440,8 +454,7 @@ def test_what_is_in_use_is_never_evicted() -> None:
 def test_exhaustion_tells_what_is_asked_free_pinned_and_locked() -> None:
     store = new_store(10, pin_budget=0.5)
     turn(store, "pinned", TOKENS[:12])
-    idle = store.get("ann", "pinned")
-    assert idle is not None
+    idle = kept(store, "pinned")
     store.pin(idle, "greeting", end=8)
     active = store.acquire("ann", "active", [])
     run_pass(active, OTHERS[:16])
@@ -458,8 +471,7 @@ def test_exhaustion_tells_what_is_asked_free_pinned_and_locked() -> None:
 def test_pinned_pages_stay() -> None:
     store = new_store(8)
     turn(store, "1", TOKENS[:16])
-    session = store.get("ann", "1")
-    assert session is not None
+    session = kept(store, "1")
     pin = store.pin(session, "system prompt", end=5)
     assert (pin.reason, pin.owner, pin.bytes, len(pin.records)) == ("system prompt", "ann", 2 * PAGE, 2)
     turn(store, "2", OTHERS[:24])
@@ -477,8 +489,7 @@ def test_pinned_pages_stay() -> None:
 def test_pins_have_a_budget_and_count_a_page_once() -> None:
     store = new_store(8, pin_budget=0.5)
     turn(store, "1", TOKENS[:20])
-    session = store.get("ann", "1")
-    assert session is not None
+    session = kept(store, "1")
     first = store.pin(session, "one", first=2, end=14)
     second = store.pin(session, "two", end=12)
     assert (first.bytes, second.bytes) == (4 * PAGE, 0)
@@ -509,8 +520,7 @@ def test_pinned_pages_outlive_their_session_until_they_are_unpinned() -> None:
 def test_a_session_goes_on_behind_its_pinned_last_page() -> None:
     store = new_store()
     turn(store, "1", TOKENS[:6])
-    session = store.get("ann", "1")
-    assert session is not None
+    session = kept(store, "1")
     pin = store.pin(session, "important")
     assert turn(store, "1", TOKENS[:13]) == 6
     assert turn(store, "2", TOKENS[:13]) == 12
@@ -563,6 +573,22 @@ def test_a_session_keeps_its_pool_until_another_is_named() -> None:
     turn(store, "1", TOKENS[:16], pool="default")
     assert [pool.used_bytes for pool in store.snapshot().pools] == [PAGE, 0, 3 * PAGE]
     check_books(store)
+
+
+def test_a_session_keeps_its_pool_over_a_restart(tmp_path: Path) -> None:
+    disk = TierConfig(10**9, "original", location=tmp_path)
+    first = new_store(8, pools=POOLS, disk=disk)
+    turn(first, "1", TOKENS[:10], pool="high")
+    turn(first, "2", OTHERS[:10], pool="low")
+    first.close()
+    pools = tuple(pool for pool in POOLS if pool.name != "low")
+    second = new_store(8, pools=pools, disk=disk)
+    assert second.flush(60)
+    assert turn(second, "1", TOKENS[:12]) == 10
+    assert [pool.used_bytes for pool in second.snapshot().pools] == [0, 3 * PAGE]
+    assert turn(second, "2", OTHERS[:12]) == 10  # its pool is no more
+    assert [pool.used_bytes for pool in second.snapshot().pools] == [3 * PAGE, 3 * PAGE]
+    second.close()
 
 
 def test_int8_and_original_pages_together_stay_within_a_maximum() -> None:
@@ -650,6 +676,26 @@ def test_quiet_sessions_fall_asleep_and_wake_on_touch() -> None:
     assert not store.sleep("ann", "3")
     assert not store.sleep("ann", "nobody")
     store.release(active)
+
+
+@pytest.mark.parametrize("garbage", [1e30, float("nan")])
+def test_unused_slots_of_a_page_do_not_leave_the_device(garbage: float) -> None:
+    store = new_store(8, host=TierConfig(10**9, "int8"), newest_original_tokens=0)
+    session = store.acquire("ann", "1", [])
+    run_pass(session, TOKENS[:6])
+    failed = torch.full((1, SPEC.kv_heads, 2, SPEC.head_dim), garbage)
+    for layer in range(SPEC.layers):
+        session.write(layer, failed, failed)  # never committed
+    store.release(session)
+    assert store.sleep("ann", "1")
+    assert store.flush(60)
+    store.tick()
+    assert store.snapshot().pages == 0
+    session = store.acquire("ann", "1", TOKENS[:6])
+    assert session.exactness == "quantized"
+    assert holds(session, TOKENS[:6], tolerance=ROUNDING)
+    whole = store.residency.view(session.table.records[1])
+    assert not whole[..., 2:, :].any()
 
 
 def test_without_a_tier_a_sleeping_session_stays_on_the_device() -> None:
@@ -801,8 +847,7 @@ def test_the_snapshot_counts_what_was_done() -> None:
     turn(store, "1", TOKENS[:10])  # 10 computed
     turn(store, "2", [*TOKENS[:9], *OTHERS[:3]])  # 8 reused, 4 computed
     store.fork(store.acquire("ann", "1", TOKENS[:10]), "twin")  # 10 reused
-    active = store.get("ann", "1")
-    assert active is not None
+    active = kept(store, "1")
     run_pass(active, TOKENS[10:11])  # 1 computed, 1 page copied
     store.release(active)
     assert store.flush(60)
@@ -831,6 +876,21 @@ def test_reused_and_restored_tokens_are_told_apart() -> None:
     assert store.counters.tokens_restored == {"host": 8}
     assert store.counters.tokens_reused == 8
     assert holds(session, TOKENS[:16])
+
+
+def test_a_page_that_could_not_be_restored_counts_as_neither() -> None:
+    store = new_store(4, host=TierConfig(10**9, "original"))
+    turn(store, "1", TOKENS[:16])
+    store.flush()
+    turn(store, "2", OTHERS[:8])
+    store.flush()
+    lost = kept(store, "1").table.records[2]
+    store.tiering.tiers[0].storage.delete(store.records.key_of(lost), "original")
+    session = store.acquire("ann", "1", TOKENS[:16])
+    assert session.length == 8
+    assert (session.reused_tokens, session.restored_tokens) == (8, 0)
+    assert store.counters.tokens_reused == 8
+    assert not store.counters.tokens_restored
 
 
 def test_bookkeeping_costs_little() -> None:
