@@ -39,10 +39,10 @@ def print_figures(figures: Sequence[Figure]) -> None:
             if figure.samples
             else " " * 26
         )
-        value = "-" if figure.value is None else f"{figure.value:.2f}"
+        value = "-" if figure.value is None else f"{figure.value:.4g}"
         print(f"{figure.name:<22}{value:>10}{figure.target:>10}{spread}  {figure.meaning}")
     print()
-    print(json.dumps({figure.name: figure.value and round(figure.value, 4) for figure in figures}))
+    print(json.dumps({figure.name: figure.value and round(figure.value, 5) for figure in figures}))
 
 
 def median(samples: Sequence[float]) -> float | None:

@@ -1,0 +1,1 @@
+"""What the KV store costs and what it keeps."""
