@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Between two looks at the store's sessions when nothing else is to be done.
 HOUSEKEEPING_SECONDS = 1.0
 SCAN_SECONDS = 10.0
+# That an engine which is shut down waits for KV to be written.
+STOP_SECONDS = 20.0
 STOPPED = FailedEvent("engine_stopped", "The engine was stopped.")
 
 
@@ -210,7 +212,7 @@ class Engine:
                     if session := answer.end_session():
                         self._store.release(session)
             finally:
-                self._store.close()
+                self._store.close(STOP_SECONDS)
 
     @torch.inference_mode()
     def _serve(self) -> None:

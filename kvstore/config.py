@@ -11,7 +11,6 @@ from kvstore.formats import get_format
 from kvstore.shares import DEFAULT_POOLS, PoolShare
 
 FormatName = Literal["original", "int8", "int4"]
-DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ class Counters:
     tokens_restored: Counter[str] = field(default_factory=Counter)  # by tier
     tokens_committed: int = 0
     tokens_moved: int = 0  # whose keys were rotated to other positions
-    pages_evicted: Counter[str] = field(
-        default_factory=Counter
-    )  # by reason: room, sleep, compaction, dropped
+    pages_evicted: Counter[str] = field(default_factory=Counter)  # by reason: room, sleep, unrestored
     sessions_evicted: int = 0  # dropped for want of room for their pages
     pages_copied: int = 0  # copy-on-write
     pages_shared: int = 0  # found to be the same as another session's

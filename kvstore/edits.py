@@ -15,7 +15,7 @@ import torch
 from kvstore.pool import PlainRun
 from kvstore.records import APPROXIMATE, NONE
 from kvstore.residency import Residency
-from kvstore.rope import RopeSpec, rotate
+from kvstore.rope import rotate
 from kvstore.session import Session
 from kvstore.spans import Span
 from kvstore.table import PageTable
@@ -216,7 +216,10 @@ class SpanEdits:
         count = piece.span.length
         made = residency.new_records(session, -(-count // spec.page_tokens), after=NONE, position=position)
         old = torch.arange(piece.span.position, piece.span.end)
-        self._copy_rotated(piece.table, made, old, old - piece.span.position + position)
+        new = old - piece.span.position + position
+        # Some variants of RoPE rotate by the length of the whole sequence, which is best told by the session's end.
+        length = max(session.next_position, piece.span.end, position + count)
+        self._copy_rotated(piece.table, made, old, new, length)
         table = PageTable()
         for first, record in zip(range(0, count, spec.page_tokens), made, strict=True):
             part = piece.tokens[first : first + spec.page_tokens]
@@ -227,7 +230,7 @@ class SpanEdits:
         return _Piece(replace(piece.span, position=position, exact=False), table, piece.tokens)
 
     def _copy_rotated(
-        self, table: PageTable, made: Sequence[int], old: torch.Tensor, new: torch.Tensor
+        self, table: PageTable, made: Sequence[int], old: torch.Tensor, new: torch.Tensor, length: int
     ) -> None:
         residency, spec = self._residency, self._residency.spec
         assert spec.rope is not None
@@ -235,17 +238,15 @@ class SpanEdits:
         for layer, rope in enumerate(spec.rope):
             keys = torch.cat([run.keys(layer) for run in sources], dim=1)
             values = torch.cat([run.values(layer) for run in sources], dim=1)
-            rotated = _rotated(keys, rope, old, new)
+            rotated = (
+                keys if rope is None else rotate(keys, rope, old, new, old_length=length, new_length=length)
+            )
             for first, record in zip(range(0, len(old), spec.page_tokens), made, strict=True):
                 size = min(spec.page_tokens, len(old) - first)
                 target = residency.run(record, 0, size)
                 assert isinstance(target, PlainRun)
                 target.keys(layer).copy_(rotated[:, first : first + size])
                 target.values(layer).copy_(values[:, first : first + size])
-
-
-def _rotated(keys: torch.Tensor, rope: RopeSpec | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return keys if rope is None else rotate(keys, rope, old, new)
 
 
 def _approximate(pieces: Sequence[_Piece]) -> list[_Piece]:

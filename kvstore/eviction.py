@@ -100,7 +100,7 @@ class WaitingTime:
 @dataclass(frozen=True)
 class WorthParameters:
     """How `Worth` judges. The defaults of the first five were tuned with benchmarks/kvstore/replay.py, on other traces
-    than it reports; hit rates there change by less than 0.01 when one of them is halved or doubled.
+    than it reports; hit rates there change by about 0.01 at most when one of them is halved or doubled.
 
     - `present`: waiting time until the next turn while somebody has the conversation open.
     - `absent`: the same when nobody has.

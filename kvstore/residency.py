@@ -102,6 +102,7 @@ class Residency:
             record = self.records.new(parent=parent, position=position + number * size)
             self.records.fidelity[record] = session.fidelity
             self.records.origin[record] = session.number
+            self.records.last_use[record] = self._now()
             self._put(record, page, session.pool)
             made.append(record)
         self.hold(made, locked=session.locked)
@@ -237,7 +238,7 @@ class Residency:
         return int(self.records.fidelity[ids].max()) if len(ids) else EXACT
 
     def touch(self, ids: Ids, heartbeat: float) -> None:
-        """Note that some records were used."""
+        """Note a use of some records."""
         records, now = self.records, self._now()
         decay = 0.5 ** (np.maximum(now - records.last_use[ids], 0) / HIT_HALF_LIFE)
         records.hits[ids] = 1 + records.hits[ids] * decay
@@ -333,11 +334,13 @@ class Residency:
         self.records.page[record] = page
         pool.free([old])
 
-    def unlocked(self, pool: PagePool) -> Ids:
-        """Records whose pages nobody reads or writes at the moment."""
+    def unlocked(self, pool: PagePool | None = None) -> Ids:
+        """Records whose pages, in one pool or all, nobody reads or writes at the moment."""
         records = self.records
         free = (records.page != NONE) & (records.locks == 0)
-        return records.where(free & (records.encoded == (pool is self.encoded_pool)))
+        if pool is not None:
+            free &= records.encoded == (pool is self.encoded_pool)
+        return records.where(free)
 
     def statistics(self, ids: Ids) -> PageStatistics:
         """What policies judge records by."""
@@ -382,7 +385,8 @@ class Residency:
 
     def _evict(self, count: int, share: int, pool: PagePool, *, own: bool) -> None:
         records = self.records
-        unlocked = self.unlocked(pool)
+        # Of all pools, since those that build on a page of this one may be in another, and go first.
+        unlocked = self.unlocked()
         candidates = unlocked[records.pins[unlocked] == 0]
         worth = np.zeros(records.rows)
         worth[candidates] = self.policy.worth(self.statistics(candidates))
@@ -397,8 +401,8 @@ class Residency:
             if owner != share and (own or not self.shares.may_lose(owner, share, pool.page_bytes)):
                 continue
             parent = int(records.parent[record])
+            count -= self._pool_of(record) is pool
             self.evict(record, "room")
-            count -= 1
             if parent != NONE and may_go[parent] and records.resident_children[parent] == 0:
                 heapq.heappush(leaves, (float(worth[parent]), parent))
 
@@ -445,7 +449,6 @@ class Residency:
     def _put(self, record: int, page: int, share: int) -> None:
         self.records.place(record, page)
         self.records.pool[record] = share
-        self.records.last_use[record] = self._now()
         self.shares.charge(share, self._pool_of(record).page_bytes)
 
     def _take(self, record: int) -> None:

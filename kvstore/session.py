@@ -217,9 +217,11 @@ class Session:
 
     def _note_arrived(self) -> None:
         """All layers of all pages are there: note the formats that they came from."""
+        own = set(self.table.records)
         for restoration in self.arrivals:
             for arrival in restoration.arrivals:
-                self._residency.degrade(arrival.record, arrival.formats, arrival.fidelity)
+                if arrival.record in own:
+                    self._residency.degrade(arrival.record, arrival.formats, arrival.fidelity)
         self.arrivals.clear()
         self._find_fidelity()
 

@@ -14,7 +14,7 @@ class Span:
     - `length`: number of tokens.
     - `position`: position of the first token; the others follow without a gap.
     - `exact`: False when the KV was kept or moved although what came before it changed.
-    - `pinned`: its pages are not evicted.
+    - `pinned`: a mark that says that its pages were pinned (`KVStore.pin`).
     - `emphasis`: 0 or more; the higher, the later its pages are evicted.
     """
 

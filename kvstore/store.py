@@ -376,13 +376,13 @@ class KVStore:
         self._publish()
         return done
 
-    def close(self) -> None:
-        """Put all idle sessions to sleep, wait for background work, and end its threads."""
+    def close(self, timeout: float | None = None) -> None:
+        """Put all idle sessions to sleep, wait for background work, `timeout` seconds at most, and end its threads.
+        Work that has not begun by then is given up."""
         for session in list(self._sessions.values()):
             if not session.locked and not session.asleep:
                 self._fall_asleep(session)
-        self.tiering.flush()
-        self.tiering.close()
+        self.tiering.close(wait=self.tiering.flush(timeout))
         self._publish()
 
     def snapshot(self) -> StoreSnapshot:
@@ -560,7 +560,8 @@ class KVStore:
     def _take_in(self, session: Session) -> None:
         """Take in what became of pages whose restoration is over."""
         while any(self.records.arriving[record] for record in session.table.records):
-            self.tiering.wait()
+            if not self.tiering.wait():
+                break
 
     def _keeper(self, session: Session) -> Session:
         """A session that keeps a span that was taken out of another."""

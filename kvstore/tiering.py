@@ -192,10 +192,10 @@ class Tiering:
                 return False
         return True
 
-    def close(self) -> None:
-        """Let jobs end and the threads with them."""
+    def close(self, *, wait: bool = True) -> None:
+        """Let jobs end and the threads with them; without `wait` those that have not begun are given up."""
         for executor in (self._readers, self._scanners, *self._writers):
-            executor.shutdown(wait=True)
+            executor.shutdown(wait, cancel_futures=not wait)
         self._restorer.close()
         self.poll()
         for tier in self.tiers:
@@ -229,9 +229,6 @@ class Tiering:
             self.failed(f"{tier.name}:abandoned", detail)
             self._end_writing(tier, ids)
         return bool(abandoned)
-
-    def is_stored(self, record: int) -> bool:
-        return bool(self._records.stored[record].any())
 
     def remove(self, record: int, tier: Tier, reason: str) -> None:
         """Remove a tier's copy of a page."""

@@ -38,11 +38,6 @@ class DeviceLink:
             finally:
                 self._stream.synchronize()
 
-    def finish(self) -> None:
-        """Wait until all copies so far are complete."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
     def to_device(self, data: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
             return data
