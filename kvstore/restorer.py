@@ -19,8 +19,8 @@ from kvstore.transfer import DeviceLink
 logger = logging.getLogger(__name__)
 
 UNEXPECTED = "unexpected"  # why a copy could not be read, beside the reasons of ChunkMissing
-BATCH = 16  # pages that are read and decoded at a time
-WORKERS = 4  # batches that are read side by side, because a disk is quickest with several requests at a time
+BATCH = 32  # pages that are read and decoded at a time
+WORKERS = 2  # batches that are read side by side: one waits for the disk while the other decodes
 LOOKAHEAD = 4  # batches that the storages are told of before they are read
 OPEN_READERS = 256  # chunks that stay open between two groups of layers
 

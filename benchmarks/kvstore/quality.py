@@ -34,7 +34,7 @@ def measure(quick: bool, split: Split = "final") -> list[Figure]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.set_num_threads(os.cpu_count() or 1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    losses = _losses(model, tokenizer, 2 if quick else 16, split)
+    losses = _losses(model, tokenizer, 1 if quick else 16, split)
     figures = []
     for name, (quality, size) in TARGETS.items():
         delta = math.exp(losses[name] - losses["original"]) - 1
