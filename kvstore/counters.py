@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -36,3 +36,14 @@ class Counters:
     drops: int = 0
     sleeps: int = 0
     wakes: int = 0
+
+    def totals(self) -> dict[str, int]:
+        """All counters by name; those counted by name are there as "field:name"."""
+        totals: dict[str, int] = {}
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if isinstance(value, Counter):
+                totals |= {f"{field_.name}:{name}": number for name, number in value.items()}
+            else:
+                totals[field_.name] = value
+        return totals

@@ -21,9 +21,11 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a page table: the key of the page, the session's slots in it, and the page's position and tokens."""
+    """An entry of a page table: the key of the page and of the one that it builds on (b"" for none), the session's
+    slots in it, and the page's position and tokens."""
 
     key: bytes
+    parent: bytes
     start: int
     count: int
     position: int
@@ -55,7 +57,10 @@ class Manifest:
                 "keyed_pages": self.keyed_pages,
                 "spans": [asdict(span) for span in self.spans],
                 "left": [key.hex() for key in self.left],
-                "pages": [[e.key.hex(), e.start, e.count, e.position, _text(e.tokens)] for e in self.entries],
+                "pages": [
+                    [e.key.hex(), e.parent.hex(), e.start, e.count, e.position, _text(e.tokens)]
+                    for e in self.entries
+                ],
             }
         ).encode()
 
@@ -74,13 +79,22 @@ class Manifest:
                 keyed_pages=int(content["keyed_pages"]),
                 spans=[Span(**span) for span in content["spans"]],
                 entries=[
-                    Entry(bytes.fromhex(key), int(start), int(count), int(position), _tokens(text))
-                    for key, start, count, position, text in content["pages"]
+                    Entry(
+                        bytes.fromhex(key),
+                        bytes.fromhex(parent),
+                        int(start),
+                        int(count),
+                        int(position),
+                        _tokens(text),
+                    )
+                    for key, parent, start, count, position, text in content["pages"]
                 ],
                 left=[bytes.fromhex(key) for key in content["left"]],
             )
             whole = all(
-                0 <= e.start < e.start + e.count <= len(e.tokens) and len(e.key) == KEY_BYTES
+                0 <= e.start < e.start + e.count <= len(e.tokens)
+                and len(e.key) == KEY_BYTES
+                and len(e.parent) in (0, KEY_BYTES)
                 for e in manifest.entries
             )
             tokens = sum(span.length for span in manifest.spans)

@@ -29,6 +29,7 @@ from kvstore.records import (
 from kvstore.shares import Shares
 
 if TYPE_CHECKING:
+    from kvstore.manifest import Entry
     from kvstore.session import Session, Tokens
     from kvstore.table import PageTable
 
@@ -71,9 +72,10 @@ class Residency:
         self.counters = counters
         self._newest_original = newest_original
         self._now = now
-        # The store's: told of whole pages, asked to wait for a background job that holds pages, and told of records
-        # that nobody can find any more, whose copies in tiers are to go.
-        self.on_filled: Callable[[Session, list[int]], None] = lambda session, records: None
+        # The store's: told of a session's pages that are whole now, from the first of them on; asked to wait for a
+        # background job that holds pages; and told of records that nobody can find any more, whose copies in tiers
+        # are to go.
+        self.on_filled: Callable[[Session, int], None] = lambda session, first: None
         self.on_pressure: Callable[[], bool] = lambda: False
         self.on_discarded: Callable[[int], None] = lambda record: None
 
@@ -203,7 +205,7 @@ class Residency:
         return record
 
     def identify(self, record: int, tokens: Tokens, parent: int, position: int) -> None:
-        """Note what a lookup says of a record that was found in a tier. Reading its chunk checks it."""
+        """Note what a lookup or a manifest says of a record that was found in a tier. Reading its chunk checks it."""
         records = self.records
         if not records.known[record]:
             records.tokens[record, : len(tokens)] = tokens
@@ -212,6 +214,14 @@ class Residency:
             records.known[record] = True
         if records.parent[record] == NONE and not self._builds_on(parent, record):
             records.set_parent(record, parent)
+
+    def recognized(self, entry: Entry) -> int:
+        """The record of a page that a manifest names, NONE when no tier has it; notes what the manifest says of it."""
+        record = self.index.find(entry.key)
+        if record != NONE:
+            parent = self.index.find(entry.parent) if entry.parent else NONE
+            self.identify(record, entry.tokens, parent, entry.position)
+        return record
 
     def _builds_on(self, record: int, other: int) -> bool:
         """Whether a record is another, or builds on it."""
@@ -259,7 +269,7 @@ class Residency:
         for ordinal in reversed(filled):
             self._give_key(session, ordinal)
         if filled:
-            self.on_filled(session, [session.table.records[ordinal] for ordinal in reversed(filled)])
+            self.on_filled(session, filled[-1])
             self._encode_older(session)
 
     def seal(self, record: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -34,9 +34,9 @@ class Restorer:
         self._layers_at_a_time = layers_at_a_time
         self._workers = ThreadPoolExecutor(WORKERS, "kvstore-restore")
 
-    def run(self, restoration: Restoration, after: object, on_end: Callable[[], None]) -> None:
+    def run(self, restoration: Restoration, after: object) -> None:
         """Fill the pages. `after` marks the device work that must be over before they may be overwritten. Never
-        raises; `on_end` is called when all is said."""
+        raises."""
         work = _Work(self._spec, self._link, restoration, after)
         try:
             self._run(work, restoration)
@@ -47,7 +47,6 @@ class Restorer:
         finally:
             work.close()
             restoration.end()
-            on_end()
 
     def close(self) -> None:
         """End the threads. Nothing is restored any more."""

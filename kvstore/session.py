@@ -260,10 +260,6 @@ class Session:
         spare, self.spare = self.spare, []
         self._residency.release(spare, locked=self.locked)
 
-    def held(self) -> list[int]:
-        """All records that the session refers to, one entry a reference."""
-        return [*self.table.records, *self.spare]
-
     def _find_fidelity(self) -> None:
         worst = self._residency.worst_fidelity(self.table.ids())
         self.fidelity = worst if self.exact else APPROXIMATE
@@ -345,8 +341,7 @@ class Session:
         self._length = end
 
     def _append_span(self, source: str, count: int) -> None:
-        exact = all(span.exact for span in self.spans)
-        position = self.next_position
+        exact, position = self.exact, self.next_position
         if self.spans and self.spans[-1].continues(source, position, exact):
             self.spans[-1] = grown(self.spans[-1], count)
         elif count:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.snapshot import PoolSnapshot
+
 
 @dataclass(frozen=True)
 class PoolShare:
@@ -60,6 +62,15 @@ class Shares:
     def excess(self, pool: int, more: int) -> int:
         """Bytes by which a pool would exceed its maximum if it took `more`."""
         return max(0, self.used[pool] + more - int(self.pools[pool].maximum * self._budget))
+
+    def snapshot(self) -> tuple[PoolSnapshot, ...]:
+        """Each pool's figures."""
+        return tuple(
+            PoolSnapshot(
+                pool.name, used, int(pool.guaranteed * self._budget), int(pool.maximum * self._budget)
+            )
+            for pool, used in zip(self.pools, self.used, strict=True)
+        )
 
     def may_lose(self, pool: int, taker: int, size: int) -> bool:
         """Whether a page of `size` bytes may be taken from `pool` for `taker`."""

@@ -94,23 +94,30 @@ class Sleeping:
             public_tokens=session.public_tokens,
             keyed_pages=session.keyed_pages,
             spans=list(session.spans),
-            entries=[
-                Entry(records.key_of(r), start, count, int(records.position[r]), records.tokens_of(r))
-                for r, start, count in session.table
-            ],
+            entries=[self._entry(*entry) for entry in session.table],
             left=[records.key_of(record) for record in left.tolist()],
+        )
+
+    def _entry(self, record: int, start: int, count: int) -> Entry:
+        records = self._residency.records
+        parent = int(records.parent[record])
+        return Entry(
+            key=records.key_of(record),
+            parent=records.key_of(parent) if parent != NONE else b"",
+            start=start,
+            count=count,
+            position=int(records.position[record]),
+            tokens=records.tokens_of(record),
         )
 
     def _fill(self, session: Session, manifest: Manifest) -> None:
         """The session as it was, up to the first page that no tier has."""
-        table, parent = PageTable(), NONE
+        table = PageTable()
         for entry in manifest.entries:
-            record = self._residency.index.find(entry.key)
+            record = self._residency.recognized(entry)
             if record == NONE:
                 break
-            self._residency.identify(record, entry.tokens, parent, entry.position)
             table.append(record, entry.start, entry.count)
-            parent = record
         self._residency.hold(table.ids(), locked=False)
         # So that dropping the session drops its other branches, too.
         for key in manifest.left:

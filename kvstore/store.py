@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore import compaction
+from kvstore.background import Background
 from kvstore.config import StoreConfig
 from kvstore.counters import Counters
+from kvstore.device import device_pools
 from kvstore.edits import SpanEdits
 from kvstore.errors import PoolExhausted, SessionLocked
-from kvstore.formats import INT8
 from kvstore.index import PrefixIndex
 from kvstore.manifest import manifest_name
 from kvstore.pins import Pin, Pins
-from kvstore.pool import PagePool
 from kvstore.records import NONE, TIERS, Ids, PageRecords
 from kvstore.residency import Residency
 from kvstore.restoration import Restoration
 from kvstore.session import Session, Tokens
 from kvstore.shares import Shares
 from kvstore.sleeping import Sleeping
-from kvstore.snapshot import PoolSnapshot, StoreSnapshot, TierSnapshot
+from kvstore.snapshot import StoreSnapshot
 from kvstore.spans import Span, labelled
 from kvstore.spec import KVSpec
 from kvstore.table import PageTable
 from kvstore.tiering import Tiering
 
-logger = logging.getLogger(__name__)
-
-SLAB_BYTES = 64 * 1024**2
-SLAB_TOKENS = 1024
-SLABS_AT_LEAST = 16
 # Seconds that a session that needs room waits for background jobs.
 BRIEFLY, AT_LONGEST = 1.0, 60.0
 SWEEP_SESSIONS = 64  # idle sessions that one tick looks at for nothing left of them
@@ -90,7 +85,7 @@ class KVStore:
         self._latest = -np.inf
         self.records = PageRecords(spec.page_tokens)
         self.index = PrefixIndex(spec, self.records)
-        pool, encoded = self._pools(torch.device(device))
+        pool, encoded = device_pools(spec, config, torch.device(device))
         self.shares = Shares(config.pools, config.device_bytes)
         self.residency = Residency(
             pool,
@@ -103,13 +98,14 @@ class KVStore:
             newest_original=max(1, -(-config.newest_original_tokens // spec.page_tokens)),
             now=self.now,
         )
+        self.background = Background(on_activity or (lambda: None))
         self.tiering = Tiering(
             spec,
             config,
             self.residency,
             self.counters,
+            background=self.background,
             now=self.now,
-            on_activity=on_activity or (lambda: None),
         )
         self.residency.on_filled = self._filled
         self.residency.on_pressure = self._relieve
@@ -248,7 +244,9 @@ class KVStore:
     def find(self, owner: str, tokens: Sequence[int] | Tokens, *, public_tokens: int = 0) -> PrefixMatch:
         """The longest beginning of `tokens` that can be reused, over all tiers, without acquiring anything."""
         self.poll()
-        found = self._usable(self._lookup(np.asarray(tokens, dtype=np.int32), owner, public_tokens))
+        found = self._usable(
+            self.index.longest_prefix(np.asarray(tokens, dtype=np.int32), owner, public_tokens)
+        )
         size = self.spec.page_tokens
         resident = self.records.page[found] != NONE
         quickest = np.argmax(self.records.stored[found[~resident]] > 0, axis=1) if len(found) else []
@@ -291,6 +289,16 @@ class KVStore:
             session.heartbeat = self.now()
             ids = session.table.ids()
             self.records.heartbeat[ids] = np.maximum(self.records.heartbeat[ids], session.heartbeat)
+
+    def note_attention(self, session: Session, mass: npt.ArrayLike) -> None:
+        """Note the attention mass that later tokens gave to each token of an acquired session, `[length]`, as a
+        fraction of all: pages that got more are worth more. Raises ValueError for another length."""
+        measured = np.asarray(mass, dtype=np.float32)
+        if measured.shape != (session.length,):
+            raise ValueError(f"attention of shape {measured.shape} for a session of {session.length} tokens")
+        ends = np.cumsum(session.table.counts)
+        sums = np.add.reduceat(measured, np.concatenate(([0], ends[:-1]))) if len(ends) else measured
+        self.records.attention[session.table.ids()] = sums
 
     def prefetch(self, owner: str, session_id: str) -> Restoration | None:
         """Begin to bring a session back to the device before its next turn; None when nothing is to be done. The
@@ -368,11 +376,11 @@ class KVStore:
 
     def poll(self) -> None:
         """Take in what background threads have done. Never waits."""
-        self.tiering.poll()
+        self.background.poll()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all background work is done. Returns whether that was so within `timeout` seconds."""
-        done = self.tiering.flush(timeout)
+        done = self.background.flush(timeout)
         self._publish()
         return done
 
@@ -382,7 +390,7 @@ class KVStore:
         for session in list(self._sessions.values()):
             if not session.locked and not session.asleep:
                 self._fall_asleep(session)
-        self.tiering.close(wait=self.tiering.flush(timeout))
+        self.tiering.close(wait=self.background.flush(timeout))
         self._publish()
 
     def snapshot(self) -> StoreSnapshot:
@@ -390,27 +398,6 @@ class KVStore:
         return self._snapshot
 
     # Inside.
-
-    def _pools(self, device: torch.device) -> tuple[PagePool, PagePool | None]:
-        config, spec = self.config, self.spec
-        slab = config.slab_pages or self._slab_pages()
-        half = config.device_bytes // 2
-        if (config.device_bytes if config.device_format == "original" else half) < spec.bytes_per_page:
-            raise ValueError(
-                f"device_bytes must hold a page, which has {spec.bytes_per_page:,} bytes, and twice as much when the"
-                " device also keeps int8 pages"
-            )
-        if config.device_format == "original":
-            return PagePool(spec, config.device_bytes, slab_pages=slab, device=device), None
-        return (
-            PagePool(spec, half, slab_pages=slab, device=device),
-            PagePool(spec, config.device_bytes - half, slab_pages=slab, device=device, format=INT8),
-        )
-
-    def _slab_pages(self) -> int:
-        spec = self.spec
-        usual = max(SLAB_BYTES // spec.bytes_per_page, SLAB_TOKENS // spec.page_tokens)
-        return int(max(1, min(usual, self.config.device_bytes // SLABS_AT_LEAST // spec.bytes_per_page)))
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.spec.page_tokens)
@@ -453,7 +440,7 @@ class KVStore:
     def _match(self, session: Session, tokens: Tokens) -> None:
         """Let a session hold the longest known beginning of `tokens`."""
         own = min(session.tokens_before(self._lost(session)), session.common_prefix(tokens))
-        chain = self._usable(self._lookup(tokens, session.owner, session.public_tokens))
+        chain = self._usable(self.index.longest_prefix(tokens, session.owner, session.public_tokens))
         shared = len(chain) * self.spec.page_tokens
         old = session.table.ids()
         if shared > own or (shared and shared == own and not session.exact):
@@ -477,9 +464,6 @@ class KVStore:
             part = tokens[ordinal * size : (ordinal + 1) * size]
             parent = int(chain[ordinal - 1]) if ordinal else NONE
             self.residency.identify(int(chain[ordinal]), part, parent, ordinal * size)
-
-    def _lookup(self, tokens: Tokens, owner: str, public_tokens: int) -> Ids:
-        return self.index.longest_prefix(tokens, owner, public_tokens)
 
     def _usable(self, chain: Ids) -> Ids:
         """The leading records of which a copy exists."""
@@ -560,7 +544,7 @@ class KVStore:
     def _take_in(self, session: Session) -> None:
         """Take in what became of pages whose restoration is over."""
         while any(self.records.arriving[record] for record in session.table.records):
-            if not self.tiering.wait():
+            if not self.background.wait():
                 break
 
     def _keeper(self, session: Session) -> Session:
@@ -589,16 +573,16 @@ class KVStore:
         session.reused_tokens = session.length - session.restored_tokens
         counters.tokens_reused += session.reused_tokens
 
-    def _filled(self, session: Session, filled: list[int]) -> None:
+    def _filled(self, session: Session, first: int) -> None:
         if self.tiering.tiers:
-            self.tiering.write_through(session.table.records, max(0, len(session.table) - len(filled) - 1))
+            self.tiering.write_through(session.table.records, first)
         self._publish()
 
     def _relieve(self) -> bool:
         """Called when nothing can be evicted: let go of pages that background jobs hold. Those that a slow tier has not
         come to are not waited for long."""
-        tiering = self.tiering
-        return tiering.wait(BRIEFLY) or tiering.abandon_writes() or tiering.wait(AT_LONGEST)
+        wait = self.background.wait
+        return wait(BRIEFLY) or self.tiering.abandon_writes() or wait(AT_LONGEST)
 
     def _close(self, session: Session) -> None:
         """Take a session's references back; of a dropped one's KV nothing stays that others do not use."""
@@ -632,38 +616,19 @@ class KVStore:
         return not self._missing(session) and not any(self.records.arriving[r] for r in session.table.records)
 
     def _publish(self) -> None:
-        residency, tiering = self.residency, self.tiering
         self._snapshot = StoreSnapshot(
             sessions=len(self._sessions),
             active=len(self._active),
             sleeping=len(self._asleep),
-            bytes=residency.used_bytes(),
-            allocated_bytes=residency.device_bytes(),
+            bytes=self.residency.used_bytes(),
+            allocated_bytes=self.residency.device_bytes(),
             budget_bytes=self.config.device_bytes,
             pinned_bytes=self.pins.bytes,
             bookkeeping_bytes=self.records.nbytes() + self.index.nbytes(),
-            pages=residency.used_pages(),
+            pages=self.residency.used_pages(),
             records=len(self.records),
-            jobs=tiering.busy,
-            pools=tuple(self._pool_snapshots()),
-            tiers=tuple(
-                TierSnapshot(t.name, t.format.name, t.bytes, t.config.budget_bytes, t.chunks, t.scanned)
-                for t in tiering.tiers
-            ),
-            totals=self._totals(),
+            jobs=self.background.busy,
+            pools=self.shares.snapshot(),
+            tiers=self.tiering.snapshot(),
+            totals=self.counters.totals(),
         )
-
-    def _pool_snapshots(self) -> Iterable[PoolSnapshot]:
-        budget = self.config.device_bytes
-        for pool, used in zip(self.shares.pools, self.shares.used, strict=True):
-            yield PoolSnapshot(pool.name, used, int(pool.guaranteed * budget), int(pool.maximum * budget))
-
-    def _totals(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for field in fields(self.counters):
-            value = getattr(self.counters, field.name)
-            if isinstance(value, Counter):
-                totals |= {f"{field.name}:{name}": number for name, number in value.items()}
-            else:
-                totals[field.name] = value
-        return totals

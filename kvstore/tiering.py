@@ -1,23 +1,22 @@
 """Keeps the lower tiers: writes pages through, brings them back, stays within budgets, and cleans up.
 
-The store's thread owns all bookkeeping. Background threads get jobs with everything they need, and hand back what
-became of them as functions that the store's thread calls in `poll`.
+The store's thread owns all bookkeeping. Background threads get jobs with everything they need, and post what became of
+them (background.py).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from kvstore.background import Background
 from kvstore.config import StoreConfig, TierConfig
 from kvstore.counters import Counters
 from kvstore.formats import ORIGINAL, Format, get_format
@@ -34,34 +33,29 @@ from kvstore.records import (
 from kvstore.residency import Residency
 from kvstore.restoration import Arrival, Restoration, Source
 from kvstore.restorer import UNEXPECTED, Restorer
+from kvstore.snapshot import TierSnapshot
 from kvstore.spec import KVSpec
 from kvstore.tiers import (
-    NO_PARENT,
-    Chunk,
     ChunkLayout,
-    ChunkMissing,
     DiskStorage,
     HostStorage,
     RemoteStorage,
     Storage,
-    StorageError,
     StoredChunk,
 )
 from kvstore.transfer import DeviceLink
+from kvstore.writer import Outgoing, Writer, Written, described
 
 logger = logging.getLogger(__name__)
 
 READERS = 2
 WRITE_BATCH = 16  # pages that are encoded and written in one go
-POLL_SECONDS = 0.005  # that the store's thread spends on finished jobs at a time
 REMOVED_AHEAD = 0.01  # share of a tier's budget that is freed beyond what is necessary
 SCAN_BATCH = 64  # chunks that the store's thread takes in at a time
 LEFTOVER_AGE = 3600.0  # seconds after which a temporary file belongs to nobody
 CLEAN_EVERY = 60.0  # seconds between searches for expired chunks
 # One line a kind of failure and minute, however many there are.
 LOG_EVERY = 60.0
-
-
 # Reasons for which a chunk may be there all the same, and be had another time.
 OUTAGES = frozenset({"unreadable", UNEXPECTED})
 
@@ -84,32 +78,8 @@ class Tier:
         return self.storage.name
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """A page to be written: what its chunk says, and a view of it on the device."""
-
-    record: int
-    key: bytes
-    parent: bytes
-    position: int
-    tokens: np.ndarray
-    view: torch.Tensor
-    encoded: bool
-    fidelity: int
-
-
-@dataclass
-class Written:
-    """What became of a job that wrote pages to one tier."""
-
-    tier: Tier
-    format: str
-    sizes: dict[int, int] = field(default_factory=dict)  # bytes by record
-    failure: str = ""
-
-
 class Tiering:
-    """The lower tiers of a store. All methods are called by the store's thread, but those of `Restoration`."""
+    """The lower tiers of a store. All methods are called by the store's thread."""
 
     def __init__(
         self,
@@ -118,10 +88,9 @@ class Tiering:
         residency: Residency,
         counters: Counters,
         *,
+        background: Background,
         now: Callable[[], float],
-        on_activity: Callable[[], None],
     ) -> None:
-        """`on_activity` is called from background threads when `poll` has something to do."""
         self._spec = spec
         self._layout = ChunkLayout.of(spec)
         self._config = config
@@ -129,14 +98,12 @@ class Tiering:
         self._records: PageRecords = residency.records
         self._counters = counters
         self._now = now
-        self._on_activity = on_activity
+        self._background = background
         self._link = DeviceLink(residency.device)
         self._restorer = Restorer(spec, self._link, config.layers_at_a_time)
-        self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: set[Future[None]] = set()
-        self._readers = ThreadPoolExecutor(READERS, "kvstore-read")
-        self._scanners = ThreadPoolExecutor(len(TIERS), "kvstore-scan")
-        self._writers: list[ThreadPoolExecutor] = []
+        self._writer = Writer(spec, self._link)
+        self._readers = background.executor(READERS, "read")
+        self._scanners = background.executor(len(TIERS), "scan")
         self._arriving: dict[int, Restoration] = {}
         self._writing: set[tuple[int, int]] = set()  # (record, tier) of jobs under way
         self._writes: dict[Future[None], tuple[Tier, list[int]]] = {}  # those jobs, with their records
@@ -153,10 +120,12 @@ class Tiering:
         """The tier that survives the process: the disk, else the remote one."""
         return next((tier for tier in self.tiers if tier.name != "host"), None)
 
-    @property
-    def busy(self) -> int:
-        """Jobs under way."""
-        return len(self._jobs)
+    def snapshot(self) -> tuple[TierSnapshot, ...]:
+        """Each tier's figures."""
+        return tuple(
+            TierSnapshot(t.name, t.format.name, t.bytes, t.config.budget_bytes, t.chunks, t.scanned)
+            for t in self.tiers
+        )
 
     def start(self) -> None:
         """Look for what earlier processes left, in the background."""
@@ -164,40 +133,12 @@ class Tiering:
             if tier.name == "host":
                 tier.scanned = True
             else:
-                self._submit(self._scanners, partial(self._scan, tier))
-
-    def poll(self) -> None:
-        """Take in what background jobs have done; a great deal of it is left for the next time."""
-        until = time.monotonic() + POLL_SECONDS
-        while not self._completed.empty() and time.monotonic() < until:
-            self._completed.get()()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of at least one job and take it in. Returns whether there was one."""
-        if not self._jobs and self._completed.empty():
-            return False
-        try:
-            self._completed.get(timeout=timeout)()
-        except queue.Empty:
-            return False
-        self.poll()
-        return True
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until no job is left. Returns whether that was so in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._jobs or not self._completed.empty():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self.wait(left) and left == 0.0:
-                return False
-        return True
+                self._background.submit(self._scanners, partial(self._scan, tier))
 
     def close(self, *, wait: bool = True) -> None:
         """Let jobs end and the threads with them; without `wait` those that have not begun are given up."""
-        for executor in (self._readers, self._scanners, *self._writers):
-            executor.shutdown(wait, cancel_futures=not wait)
+        self._background.close(wait=wait)
         self._restorer.close()
-        self.poll()
         for tier in self.tiers:
             tier.storage.close()
 
@@ -236,7 +177,7 @@ class Tiering:
         self._forget_copy(record, tier)
         self._counters.chunks_removed[f"{tier.name}:{reason}"] += 1
         key = self._records.key_of(record)
-        self._submit(tier.writer, lambda: self._delete(tier, key, name))
+        self._delete(tier, key, name)
 
     def remove_everywhere(self, record: int, reason: str) -> None:
         for tier in self.tiers:
@@ -264,9 +205,8 @@ class Tiering:
         for record in ids:
             self._records.arriving[record] = True
             self._arriving[record] = restoration
-        mark = self._link.mark()
-        post = self._post_later(lambda: self._arrived(restoration))
-        self._submit(self._readers, lambda: self._restorer.run(restoration, mark, post))
+        work = partial(self._restorer.run, restoration, self._link.mark())
+        self._background.submit(self._readers, work, lambda: self._arrived(restoration))
         return restoration
 
     def arriving(self, record: int) -> Restoration | None:
@@ -284,32 +224,22 @@ class Tiering:
         assert tier is not None
 
         def work() -> None:
-            try:
-                tier.storage.write_record(name, data)
-            except Exception as error:
-                self._post(partial(self.failed, f"{tier.name}:write", described(error)))
-            else:
-                self._post(lambda: self.manifests.update({name: self._now()}))
+            tier.storage.write_record(name, data)
+            self._background.post(lambda: self.manifests.update({name: self._now()}))
 
-        self._submit(tier.writer, work)
+        self._background.submit(tier.writer, self._guarded(tier, "write", work))
 
     def delete_record(self, name: str) -> None:
+        """Delete such a blob, also one that is just being written."""
         tier = self.lasting
         assert tier is not None
 
-        def work() -> None:
-            try:
-                tier.storage.delete_record(name)
-            except Exception as error:
-                self._post(partial(self.failed, f"{tier.name}:delete", described(error)))
-            # Again, in case that it was still being written when its deletion was asked for.
-            self._post(lambda: self._forget_manifest(name))
+        def forget() -> None:
+            self.manifests.pop(name, None)
 
-        self._forget_manifest(name)
-        self._submit(tier.writer, work)
-
-    def _forget_manifest(self, name: str) -> None:
-        self.manifests.pop(name, None)
+        forget()
+        work = partial(tier.storage.delete_record, name)
+        self._background.submit(tier.writer, self._guarded(tier, "delete", work), forget)
 
     # Cleaning.
 
@@ -359,8 +289,7 @@ class Tiering:
 
     def _tier(self, name: str, storage: Storage, config: TierConfig) -> Tier:
         # One thread a tier, so that a slow one does not hold up the others, and its jobs keep their order.
-        writer = ThreadPoolExecutor(1, f"kvstore-{name}")
-        self._writers.append(writer)
+        writer = self._background.executor(1, name)
         return Tier(TIERS.index(name), storage, config, get_format(config.format), writer)
 
     def _needs(self, record: int, tier: Tier, format: Format) -> bool:
@@ -377,84 +306,51 @@ class Tiering:
 
     def _write(self, tier: Tier, format: Format, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), WRITE_BATCH):
-            batch = list(ids[start : start + WRITE_BATCH])
-            self._residency.lock(batch)
-            self._writing.update((record, tier.number) for record in batch)
-            outgoing = [self._outgoing(record) for record in batch]
-            mark = self._link.mark()
-            future = self._submit(tier.writer, partial(self._write_pages, tier, format, outgoing, mark))
-            self._writes[future] = (tier, batch)
+            self._write_batch(tier, format, list(ids[start : start + WRITE_BATCH]))
+
+    def _write_batch(self, tier: Tier, format: Format, ids: list[int]) -> None:
+        self._residency.lock(ids)
+        self._writing.update((record, tier.number) for record in ids)
+        outgoing = [self._outgoing(record) for record in ids]
+        mark = self._link.mark()
+
+        def work() -> None:
+            written = self._writer.write(outgoing, format, tier.storage, mark)
+            self._background.post(lambda: self._wrote(tier, written, ids))
+
+        job = self._background.submit(tier.writer, work, lambda: self._forget_write(job))
+        self._writes[job] = (tier, ids)
+
+    def _forget_write(self, job: Future[None]) -> None:
+        self._writes.pop(job, None)
 
     def _outgoing(self, record: int) -> Outgoing:
         records = self._records
-        parent = int(records.parent[record])
         return Outgoing(
             record=record,
             key=records.key_of(record),
-            parent=records.key_of(parent) if parent != NONE else NO_PARENT,
-            position=int(records.position[record]),
             tokens=records.tokens_of(record),
-            view=self._residency.view(record),
-            encoded=bool(records.encoded[record]),
             fidelity=int(records.fidelity[record]),
+            view=self._residency.view(record),
+            is_int8=bool(records.encoded[record]),
         )
+
+    def _delete(self, tier: Tier, key: bytes, format: str) -> None:
+        work = partial(tier.storage.delete, key, format)
+        self._background.submit(tier.writer, self._guarded(tier, "delete", work))
 
     # In the background.
 
-    def _write_pages(self, tier: Tier, format: Format, outgoing: Sequence[Outgoing], mark: object) -> None:
-        written: list[Written] = []
-        try:
-            with self._link.behind(mark):
-                payloads = [(*self._encoded(page, format), page) for page in outgoing]
-            for name, payload, page in payloads:
-                result = next((w for w in written if w.format == name), None)
-                if result is None:
-                    result = Written(tier, name)
-                    written.append(result)
-                self._write_page(result, page, payload)
-        except Exception as error:
-            written.append(Written(tier, format.name, failure=described(error)))
-        finally:
-            records = [page.record for page in outgoing]
-            self._post(lambda: self._wrote(tier, written, records))
+    def _guarded(self, tier: Tier, action: str, work: Callable[[], None]) -> Callable[[], None]:
+        """Work of which a failure is counted."""
 
-    def _encoded(self, page: Outgoing, format: Format) -> tuple[str, torch.Tensor]:
-        """A page in a format, or in the original one if it cannot be had in that."""
-        if page.encoded:
-            if format.name == "int8":
-                return "int8", self._link.to_host(page.view)
-            plain = get_format("int8").decode(page.view.unsqueeze(0), self._spec)
-        else:
-            plain = page.view.unsqueeze(0)
-        if (used := len(page.tokens)) < self._spec.page_tokens:
-            # What the memory held before would spoil the scales, and may be anybody's.
-            plain = plain.clone()
-            plain[..., used:, :] = 0
-        try:
-            return format.name, self._link.to_host(format.encode(plain, self._spec)[0])
-        except ValueError:
-            return "original", self._link.to_host(ORIGINAL.encode(plain, self._spec)[0])
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._background.post(partial(self.failed, f"{tier.name}:{action}", described(error)))
 
-    def _write_page(self, result: Written, page: Outgoing, payload: torch.Tensor) -> None:
-        chunk = Chunk(
-            key=page.key,
-            parent=page.parent,
-            position=page.position,
-            tokens=page.tokens,
-            format=result.format,
-            payload=payload,
-            fidelity=page.fidelity,
-        )
-        try:
-            result.sizes[page.record] = result.tier.storage.write(chunk)
-        except Exception as error:
-            result.failure = described(error)
-
-    def _delete(self, tier: Tier, key: bytes, format: str) -> None:
-        try:
-            tier.storage.delete(key, format)
-        except Exception as error:
-            self._post(partial(self.failed, f"{tier.name}:delete", described(error)))
+        return guarded
 
     def _scan(self, tier: Tier) -> None:
         try:
@@ -463,50 +359,32 @@ class Tiering:
             for chunk in tier.storage.scan():
                 batch.append(chunk)
                 if len(batch) == SCAN_BATCH:
-                    self._post(partial(self._found, tier, batch))
+                    self._background.post(partial(self._found, tier, batch))
                     batch = []
-            self._post(partial(self._found, tier, batch))
+            self._background.post(partial(self._found, tier, batch))
             if tier is self.lasting:
                 self._scan_manifests(tier)
         except Exception as error:  # a tier that cannot be listed is empty
-            self._post(partial(self.failed, f"{tier.name}:scan", described(error)))
+            self._background.post(partial(self.failed, f"{tier.name}:scan", described(error)))
         finally:
-            self._post(partial(self._scanned, tier))
+            self._background.post(partial(self._scanned, tier))
 
     def _scan_manifests(self, tier: Tier) -> None:
         for name, modified in tier.storage.records():
             try:
                 entries = Manifest.decode(tier.storage.read_record(name)).entries
             except Exception as error:  # of another version, or damaged: its session is computed again
-                self._post(partial(self.failed, f"{tier.name}:manifest", described(error)))
+                self._background.post(partial(self.failed, f"{tier.name}:manifest", described(error)))
                 continue
-            self._post(partial(self._found_manifest, name, modified, entries))
-
-    def _post(self, completion: Callable[[], None]) -> None:
-        self._completed.put(completion)
-        self._on_activity()
-
-    def _post_later(self, completion: Callable[[], None]) -> Callable[[], None]:
-        return lambda: self._post(completion)
+            self._background.post(partial(self._found_manifest, name, modified, entries))
 
     # Back in the store's thread.
 
-    def _submit(self, executor: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None]:
-        future = executor.submit(work)
-        self._jobs.add(future)
-        future.add_done_callback(lambda done: self._post(partial(self._forget_job, done)))
-        return future
-
-    def _forget_job(self, job: Future[None]) -> None:
-        self._jobs.discard(job)
-        self._writes.pop(job, None)
-
-    def _wrote(self, tier: Tier, written: Sequence[Written], ids: Sequence[int]) -> None:
-        for result in written:
-            for record, size in result.sizes.items():
-                self._note_copy(record, tier, result.format, size)
-            if result.failure:
-                self.failed(f"{tier.name}:write", result.failure)
+    def _wrote(self, tier: Tier, written: Written, ids: Sequence[int]) -> None:
+        for record, (format, size) in written.chunks.items():
+            self._note_copy(record, tier, format, size)
+        for failure in written.failures:
+            self.failed(f"{tier.name}:write", failure)
         self._end_writing(tier, ids)
         self._keep_budget(tier)
 
@@ -579,20 +457,17 @@ class Tiering:
                 tier.chunks += 1
             elif known != FORMAT_CODES[chunk.format]:
                 # A process that was killed while it quantized the page has left both copies.
-                self._submit(tier.writer, partial(self._delete, tier, chunk.key, chunk.format))
+                self._delete(tier, chunk.key, chunk.format)
 
     def _found_manifest(self, name: str, modified: float, entries: Sequence[Entry]) -> None:
         """Note a sleeping session of an earlier process: that its chunks are of use, and their order."""
         used = min(modified, self._now())
         self.manifests.setdefault(name, used)
-        parent = NONE
         for entry in entries:
-            record = self._residency.index.find(entry.key)
+            record = self._residency.recognized(entry)
             if record == NONE:
                 return
-            self._residency.identify(record, entry.tokens, parent, entry.position)
             self._records.last_use[record] = max(self._records.last_use[record], used)
-            parent = record
 
     def _scanned(self, tier: Tier) -> None:
         tier.scanned = True
@@ -645,9 +520,3 @@ class Tiering:
         if now - self._logged.get(what, -LOG_EVERY) >= LOG_EVERY:
             self._logged[what] = now
             logger.warning("KV tier trouble (%s): %s", what, detail)
-
-
-def described(error: Exception) -> str:
-    """What a log says of an error; storages say what to do, others not even what they are."""
-    expected = isinstance(error, (StorageError, ChunkMissing, ValueError))
-    return str(error) if expected else repr(error)

@@ -8,7 +8,6 @@ The figure is the relative change of perplexity over the tokens of all samples, 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ def measure(quick: bool, split: Split = "final") -> list[Figure]:
     """The figures; `split` "tuning" is for those who change the formats."""
     folder = model_folder(DEFAULT_MODEL, DEFAULT_CACHE, lambda step, progress: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.set_num_threads(os.cpu_count() or 1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     losses = _losses(model, tokenizer, 1 if quick else 16, split)
     figures = []

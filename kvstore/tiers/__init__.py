@@ -4,10 +4,11 @@ What lives here: how a page of KV becomes a chunk of bytes and back, and the pla
 not: which pages are kept, evicted or expired, formats, the threads that call these blocking storages, and the device.
 """
 
-from kvstore.tiers.chunk import MAX_RECORD_BYTES, NO_PARENT, Chunk, ChunkHeader, ChunkLayout
+from kvstore.tiers.chunk import MAX_RECORD_BYTES, Chunk, ChunkHeader, ChunkLayout
 from kvstore.tiers.disk import DiskStorage
 from kvstore.tiers.host import HostStorage
-from kvstore.tiers.remote import CircuitBreaker, RemoteStorage
+from kvstore.tiers.limits import CircuitBreaker
+from kvstore.tiers.remote import RemoteStorage
 from kvstore.tiers.storage import (
     ChunkMissing,
     ChunkReader,
@@ -19,7 +20,6 @@ from kvstore.tiers.storage import (
 
 __all__ = [
     "MAX_RECORD_BYTES",
-    "NO_PARENT",
     "Chunk",
     "ChunkHeader",
     "ChunkLayout",

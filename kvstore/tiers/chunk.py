@@ -3,8 +3,7 @@
 A chunk is one page of KV in some format. As a file it is a header, whose length follows from the layout, and then the
 payload, layer after layer, so that some layers are one contiguous read. The header, in little-endian order:
 
-    magic, version, digest of the layout, key, parent, position, number of tokens, bytes of a layer,
-                      fidelity, format
+    magic, version, digest of the layout, key, number of tokens, bytes of a layer, fidelity, format
     tokens            int32 a token, with zeros up to `page_tokens`
     layer checksums   XXH3 (64 bits) of each layer
     header checksum   XXH3 (64 bits) of all that is before it
@@ -29,18 +28,17 @@ import numpy as np
 import torch
 import xxhash
 
+from kvstore.keys import KEY_BYTES
 from kvstore.tiers.storage import ChunkMissing, Tokens
 
 if TYPE_CHECKING:
     from kvstore.spec import KVSpec
 
-KEY_BYTES = 16
-NO_PARENT = bytes(KEY_BYTES)
 MAX_RECORD_BYTES = 64 * 2**20
 
 _VERSION = 1
 _CHUNK_MAGIC = b"KWCHUNK\n"
-_FIXED = struct.Struct("<8sI16s16s16sqIQB16s")
+_FIXED = struct.Struct("<8sI16s16sIQB16s")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD_MAGIC = b"KWRECRD\n"
 _RECORD = struct.Struct("<8sIQ16s")  # magic, version, bytes of data, XXH3 (128 bits) of name and data
@@ -99,8 +97,6 @@ class Chunk:
     """One page of KV to be stored. Raises ValueError when the fields make no chunk.
 
     - `key`: 16 bytes that identify the KV: a hash of the whole token prefix, the model and the owner's salt.
-    - `parent`: the key of the page before it; zeros for the first page.
-    - `position`: index of the first token in its prefix.
     - `tokens`: int32, at most as many as a page has.
     - `format`: how the payload is encoded; up to 16 lower-case letters and digits.
     - `payload`: uint8 `[layers, layer_bytes]`, contiguous, on the CPU.
@@ -108,15 +104,13 @@ class Chunk:
     """
 
     key: bytes
-    parent: bytes
-    position: int
     tokens: Tokens
     format: str
     payload: torch.Tensor
     fidelity: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.key) != KEY_BYTES or len(self.parent) != KEY_BYTES:
+        if len(self.key) != KEY_BYTES:
             raise ValueError(f"keys have {KEY_BYTES} bytes")
         if self.tokens.dtype != np.int32 or self.tokens.ndim != 1:
             raise ValueError("tokens are int32 and in one dimension")
@@ -142,8 +136,6 @@ class ChunkHeader:
     nothing where bytes do not change by themselves: in memory."""
 
     key: bytes
-    parent: bytes
-    position: int
     tokens: Tokens
     format: str
     layers: int
@@ -156,8 +148,6 @@ class ChunkHeader:
         layers, layer_bytes = chunk.payload.shape
         return cls(
             key=chunk.key,
-            parent=chunk.parent,
-            position=chunk.position,
             tokens=chunk.tokens,
             format=chunk.format,
             layers=layers,
@@ -205,8 +195,6 @@ def encode_chunk(chunk: Chunk, layout: ChunkLayout) -> list[bytes | memoryview]:
         _VERSION,
         layout.digest,
         chunk.key,
-        chunk.parent,
-        chunk.position,
         len(chunk.tokens),
         chunk.payload.shape[1],
         chunk.fidelity,
@@ -225,7 +213,7 @@ def parse_header(data: bytes, layout: ChunkLayout) -> ChunkHeader:
     if len(data) < size:
         raise ChunkMissing("truncated", f"{len(data)} bytes are no header of {size}")
     fields = _FIXED.unpack_from(data)
-    magic, version, digest, key, parent, position, count, layer_bytes, fidelity, format = fields
+    magic, version, digest, key, count, layer_bytes, fidelity, format = fields
     if (magic, version) != (_CHUNK_MAGIC, _VERSION):
         raise ChunkMissing("foreign", f"not a chunk of version {_VERSION}")
     if digest != layout.digest:
@@ -241,8 +229,6 @@ def parse_header(data: bytes, layout: ChunkLayout) -> ChunkHeader:
     )
     return ChunkHeader(
         key=key,
-        parent=parent,
-        position=position,
         tokens=tokens.astype(np.int32),
         format=format.rstrip(b"\0").decode("ascii", errors="replace"),
         layers=layout.layers,

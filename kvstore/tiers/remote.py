@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import fsspec  # type: ignore[import-untyped]
-import fsspec.utils  # type: ignore[import-untyped]
+import fsspec
+import fsspec.utils
 import torch
 
 from kvstore.tiers.chunk import (
@@ -33,9 +31,9 @@ from kvstore.tiers.chunk import (
     raw_bytes,
     temporary_name,
 )
+from kvstore.tiers.limits import CircuitBreaker, T, TimeLimit, Unreachable, described
+from kvstore.tiers.read_ahead import ReadAhead
 from kvstore.tiers.storage import ChunkMissing, ChunkReader, StorageError, StoredChunk, Tokens
-
-T = TypeVar("T")
 
 RECORDS = "records"
 # Protocols whose objects appear whole or not at all. With others a file is written under another name and renamed.
@@ -46,8 +44,6 @@ ATOMIC_PROTOCOLS = frozenset(
 REFRESH_AFTER = 24 * 3600.0
 THREADS = 8
 READ_AHEAD_BYTES = 64 * 2**20
-# Seconds after which bytes that were read ahead, and then not asked for, may go.
-READ_AHEAD_IDLE = 10.0
 
 
 class FileSystem(Protocol):
@@ -68,162 +64,6 @@ class FileSystem(Protocol):
     def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]: ...
 
     def invalidate_cache(self) -> None: ...
-
-
-class Unreachable(Exception):
-    """The remote store did not do what it was asked, or was not asked because it has failed too often."""
-
-
-class CircuitBreaker:
-    """Stops asking a service that keeps failing, so that nobody waits for it (Nygard, Release It!, 2007).
-
-    After `failures_to_open` failures in a row calls are refused for `pause` seconds. Then one call tries: when it works
-    all do again, and when it fails the pause doubles, up to `longest_pause`. Safe from any thread.
-    """
-
-    def __init__(
-        self,
-        *,
-        failures_to_open: int = 3,
-        pause: float = 1.0,
-        longest_pause: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._failures_to_open = failures_to_open
-        self._first_pause = pause
-        self._longest_pause = longest_pause
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._pause = pause
-        self._closed_until = 0.0  # the time of the next try, while calls are refused
-        self._last_failure = ""
-
-    def admit(self) -> bool:
-        """Called before a call; returns whether it is a try after a pause. Raises Unreachable when it is refused."""
-        with self._lock:
-            if self._failures < self._failures_to_open:
-                return False
-            now = self._clock()
-            if now < self._closed_until:
-                left = self._closed_until - now
-                raise Unreachable(f"{self._last_failure}; it is asked again in {left:.0f} s")
-            self._closed_until = now + self._pause  # one try is enough
-            return True
-
-    def succeeded(self) -> None:
-        with self._lock:
-            self._failures = 0
-            self._pause = self._first_pause
-
-    def failed(self, error: Exception, *, was_try: bool) -> None:
-        with self._lock:
-            self._failures += 1
-            self._last_failure = _described(error)
-            if was_try:
-                self._pause = min(2 * self._pause, self._longest_pause)
-            # Calls that were under way when the pause began do not prolong it.
-            if was_try or self._failures == self._failures_to_open:
-                self._closed_until = self._clock() + self._pause
-
-
-class TimeLimit:
-    """Runs calls in threads of their own, so that one that hangs holds its caller up for `timeout` seconds only.
-
-    A call that is late runs on, and nobody sees its result. There are never more than `threads` of them: when all hang,
-    further calls fail.
-    """
-
-    def __init__(self, timeout: float, threads: int) -> None:
-        self._timeout = timeout
-        self._threads = threads
-        self._free = threading.BoundedSemaphore(threads)
-
-    def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, or what it raises. Raises TimeoutError."""
-        deadline = time.monotonic() + self._timeout
-        if not self._free.acquire(timeout=self._timeout):
-            raise TimeoutError(f"{self._threads} calls have not returned for more than {self._timeout} s")
-        future: Future[T] = Future()
-        thread = threading.Thread(target=self._work, args=(work, future), name="kvstore-remote", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no more threads
-            self._free.release()
-            raise
-        try:
-            return future.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            if future.done():  # the call itself has raised it
-                raise
-            raise TimeoutError(f"no answer within {self._timeout} s") from error
-
-    def _work(self, work: Callable[[], T], future: Future[T]) -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # asyncio's CancelledError, for one, is no Exception
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        finally:
-            self._free.release()
-
-
-@dataclass
-class _Ahead:
-    """A chunk's header and the bytes of its layers from `first_layer` on."""
-
-    header: ChunkHeader
-    first_layer: int
-    data: bytes
-    used: float
-
-
-class _ReadAhead:
-    """Chunks of which more was fetched than was asked for: callers read some layers of many chunks and then the next
-    layers, each time opening them anew, and a request costs far more than its bytes. Safe from any thread."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _Ahead] = OrderedDict()  # by path, the longest unused first
-        self._bytes = 0
-
-    def get(self, path: str) -> _Ahead | None:
-        with self._lock:
-            entry = self._entries.get(path)
-            if entry is not None:
-                entry.used = time.monotonic()
-                self._entries.move_to_end(path)
-            return entry
-
-    def has_room(self, size: int) -> bool:
-        """Whether `size` bytes can be added, without those that somebody may still come for."""
-        with self._lock:
-            while self._bytes + size > self._capacity and self._entries:
-                path, oldest = next(iter(self._entries.items()))
-                if time.monotonic() - oldest.used < READ_AHEAD_IDLE:
-                    return False
-                self._remove(path)
-            return self._bytes + size <= self._capacity
-
-    def put(self, path: str, header: ChunkHeader, first_layer: int, data: bytes) -> None:
-        with self._lock:
-            self._remove(path)
-            self._entries[path] = _Ahead(header, first_layer, data, time.monotonic())
-            self._bytes += len(data)
-
-    def remove(self, path: str) -> None:
-        with self._lock:
-            self._remove(path)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
-
-    def _remove(self, path: str) -> None:
-        entry = self._entries.pop(path, None)
-        if entry is not None:
-            self._bytes -= len(entry.data)
 
 
 @dataclass(frozen=True)
@@ -289,7 +129,7 @@ class RemoteStorage:
         self._turn: AbstractContextManager[Any] = threading.Lock() if protocol == "memory" else nullcontext()
         self._breaker = breaker or CircuitBreaker()
         self._time_limit = TimeLimit(timeout, THREADS)
-        self._ahead = _ReadAhead(read_ahead_bytes)
+        self._ahead = ReadAhead(read_ahead_bytes)
         self._connecting = threading.Lock()
         self._connection: tuple[FileSystem, str] | None = None
 
@@ -467,7 +307,7 @@ class RemoteStorage:
             if is_try:
                 self._connection = None  # some file systems never recover from a lost connection
             self._breaker.failed(error, was_try=is_try)
-            raise Unreachable(_described(error)) from error
+            raise Unreachable(described(error)) from error
         self._breaker.succeeded()
         return result
 
@@ -483,7 +323,7 @@ class RemoteStorage:
     def _storage_error(self, action: str, path: str, error: Exception) -> StorageError:
         place = f"{path} at {self._url}" if path else self._url
         advice = "check the URL, the credentials and the network"
-        return StorageError(f"cannot {action} {place}: {_described(error)}; {advice}")
+        return StorageError(f"cannot {action} {place}: {described(error)}; {advice}")
 
 
 class RemoteReader(ChunkReader):
@@ -513,7 +353,3 @@ def _modified(info: Mapping[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
     return time.time()
-
-
-def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, Unreachable) else f"{type(error).__name__}: {error}"

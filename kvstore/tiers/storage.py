@@ -65,8 +65,6 @@ class ChunkReader(ABC):
 
     def __init__(self, header: ChunkHeader) -> None:
         self.header = header
-        self.parent: bytes = header.parent
-        self.position: int = header.position
         self.tokens: Tokens = header.tokens
         self.format: str = header.format
         self.layer_bytes: int = header.layer_bytes

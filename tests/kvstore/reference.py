@@ -99,12 +99,17 @@ def append_rounded(session: Session, tokens: Sequence[int]) -> None:
     session.commit(tokens[first:])
 
 
+def held(session: Session) -> list[int]:
+    """All records that a session refers to, one entry a reference."""
+    return [*session.table.records, *session.spare]
+
+
 def check_books(store: KVStore, others: Iterable[Session] = (), pins: Iterable[Pin] = ()) -> None:
     """Whether all that is counted beside the pages is what the pages say. `others` are acquired sessions without a name
     and those that keep detached spans."""
     records, residency = store.records, store.residency
     sessions = {*store._sessions.values(), *store._active, *others}
-    refs = Counter(record for session in sessions for record in session.held())
+    refs = Counter(record for session in sessions for record in held(session))
     refs.update(record for pin in pins for record in pin.records)
     alive = records.where(records.alive).tolist()
     assert {record: int(records.refs[record]) for record in alive if records.refs[record]} == dict(refs)
@@ -121,8 +126,8 @@ def check_books(store: KVStore, others: Iterable[Session] = (), pins: Iterable[P
     for number, pool in enumerate(store.shares.pools):
         assert store.shares.used[number] <= pool.maximum * store.config.device_bytes
     assert len(store.index) == int(records.indexed.sum())
-    if not store.tiering.busy:
-        locks = Counter(record for session in store._active for record in session.held())
+    if not store.background.busy:
+        locks = Counter(record for session in store._active for record in held(session))
         assert {record: int(records.locks[record]) for record in alive if records.locks[record]} == dict(
             locks
         )

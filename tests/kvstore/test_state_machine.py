@@ -43,7 +43,7 @@ from kvstore import (
 )
 from kvstore.records import NONE
 from kvstore.rope import rotate
-from tests.kvstore.reference import PAGE, SIZE, SPEC, Clock, check_books, check_nothing_left
+from tests.kvstore.reference import PAGE, SIZE, SPEC, Clock, check_books, check_nothing_left, held
 from tests.kvstore.tier_helpers import kv_of, read
 
 EXAMPLES = int(os.environ.get("KVSTORE_EXAMPLES", "30"))
@@ -474,7 +474,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         sessions = [*self.store._sessions.values(), *(active.session for active in self.active)]
-        first, second = ({r for s in sessions if s.owner == owner for r in s.held()} for owner in OWNERS)
+        first, second = ({r for s in sessions if s.owner == owner for r in held(s)} for owner in OWNERS)
         index, records = self.store.index, self.store.records
         for record in first & second:
             end = int(records.position[record]) + SIZE

@@ -34,6 +34,7 @@ from tests.kvstore.reference import (
     check_books,
     check_nothing_left,
     compute,
+    held,
     holds,
     new_store,
     run_pass,
@@ -203,11 +204,11 @@ def test_pages_of_a_branch_that_was_left_count_for_less_until_it_is_back() -> No
     store = new_store()
     branch = [*TOKENS[:4], *OTHERS[:8]]
     turn(store, "chat", TOKENS[:12])
-    left = kept(store, "chat").held()[1:]
+    left = held(kept(store, "chat"))[1:]
     turn(store, "chat", branch)
     assert store.records.superseded[left].all()
     assert turn(store, "chat", TOKENS[:12]) == 12
-    assert kept(store, "chat").held()[1:] == left
+    assert held(kept(store, "chat"))[1:] == left
     assert not store.records.superseded[left].any()
 
 
@@ -304,7 +305,7 @@ def test_nothing_is_shared_across_owners() -> None:
     assert turn(store, "chat", TOKENS[:16], owner="bob") == 0
     assert not store.drop("cid", "chat")
     ann, bob = kept(store, "chat"), kept(store, "chat", "bob")
-    assert not set(ann.held()) & set(bob.held())
+    assert not set(held(ann)) & set(held(bob))
 
 
 def test_public_prefixes_are_shared_and_nothing_behind_them() -> None:
@@ -315,7 +316,7 @@ def test_public_prefixes_are_shared_and_nothing_behind_them() -> None:
     assert store.find("bob", TOKENS[:16]).tokens == 0
     assert turn(store, "chat", TOKENS[:16], owner="bob", public_tokens=public) == 8
     ann, bob = kept(store, "chat"), kept(store, "chat", "bob")
-    assert set(ann.held()) & set(bob.held()) == set(ann.held()[:2])
+    assert set(held(ann)) & set(held(bob)) == set(held(ann)[:2])
     assert store.find("ann", TOKENS[:16], public_tokens=public).tokens == 16
     check_nothing_left(store)
 
@@ -373,6 +374,24 @@ def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
     turn(store, "5", text(5, 12))
     assert resident_tokens(store, OTHERS[:12]) == 0
     assert resident_tokens(store, TOKENS[:4]) == 4
+
+
+def test_worth_prefers_what_later_tokens_attended_to() -> None:
+    clock = Clock()
+    store = new_store(6, clock=clock)
+    for name, tokens, mass in (("1", TOKENS[:12], 0.2), ("2", OTHERS[:12], 0.001)):
+        turn(store, name, tokens)
+        session = store.acquire("ann", name, tokens)
+        store.note_attention(session, [mass] * 12)
+        with pytest.raises(ValueError, match="of shape"):
+            store.note_attention(session, [mass] * 11)
+        store.release(session)
+    ids = kept(store, "1").table.ids()
+    assert store.records.attention[ids].tolist() == pytest.approx([SIZE * 0.2] * 3)
+    clock.time += 100
+    turn(store, "3", text(3, 12))
+    assert resident_tokens(store, TOKENS[:12]) == 12
+    assert resident_tokens(store, OTHERS[:12]) == 0
 
 
 def test_worth_prefers_those_that_are_there() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 import pytest
 import torch
 
@@ -329,14 +329,12 @@ for number in range(100000):
 
 def test_kill_loses_the_last_unfilled_pages_at_most(stores: Stores, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()  # type: ignore[union-attr]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+        finally:
+            child.send_signal(signal.SIGKILL)
     store = stores.open(config(disk=disk(tmp_path)))
     for number in range(7):
         length = 10 + (40 - (40 - number) % 7) // 7  # of its last turn before all was flushed

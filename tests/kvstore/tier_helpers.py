@@ -78,8 +78,8 @@ def turn(
     return found
 
 
-def disk(folder: Path, format: str = "original", budget: int = ROOM, **more: Any) -> TierConfig:
-    return TierConfig(budget, format=format, location=folder, **more)  # type: ignore[arg-type]
+def disk(folder: Path, format: Any = "original", budget: int = ROOM, **more: Any) -> TierConfig:
+    return TierConfig(budget, format=format, location=folder, **more)
 
 
 def config(pages: int = 1000, /, **more: Any) -> StoreConfig:

@@ -23,8 +23,6 @@ def make_chunk(
     payload = random.integers(0, 256, (layout.layers, layer_bytes), dtype=np.uint8)
     return Chunk(
         key=_key(number),
-        parent=_key(number - 1),
-        position=number * layout.page_tokens,
         tokens=random.integers(0, 2**31 - 1, layout.page_tokens, dtype=np.int32),
         format=format,
         payload=torch.from_numpy(payload),

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.tiers import Chunk, ChunkMissing, CircuitBreaker, DiskStorage, RemoteStorage, StorageError
-from kvstore.tiers.remote import REFRESH_AFTER, THREADS, Unreachable
+from kvstore.tiers.limits import Unreachable
+from kvstore.tiers.remote import REFRESH_AFTER, THREADS
 from tests.kvstore.tiers.chunks import LAYOUT, make_chunk, read_payload
 
 CALLS = ("cat_file", "pipe_file", "info", "ls", "rm_file", "mv", "makedirs")

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from kvstore.tiers import (
-    NO_PARENT,
     ChunkLayout,
     ChunkMissing,
     DiskStorage,
@@ -53,12 +52,11 @@ def reason_of(call: Callable[[], object]) -> str:
 
 def test_chunks_come_back(storage: Storage) -> None:
     chunks = [make_chunk(1), make_chunk(2), make_chunk(2, format="original", layer_bytes=300)]
-    chunks.append(replace(make_chunk(3), tokens=np.array([7, 8], dtype=np.int32), parent=NO_PARENT))
+    chunks.append(replace(make_chunk(3), tokens=np.array([7, 8], dtype=np.int32)))
     for chunk in chunks:
         assert storage.write(chunk) >= chunk.payload.nbytes
     for chunk in chunks:
         with storage.read(chunk.key, chunk.format, chunk.tokens) as reader:
-            assert (reader.parent, reader.position) == (chunk.parent, chunk.position)
             assert (reader.format, reader.layer_bytes) == (chunk.format, chunk.payload.shape[1])
             assert reader.tokens.tolist() == chunk.tokens.tolist()
         for layers_at_a_time in (1, 2, 5):
