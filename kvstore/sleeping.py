@@ -68,6 +68,9 @@ class Sleeping:
             return False
         try:
             manifest = Manifest.decode(self._tiering.read_record(name).result(LOAD_TIMEOUT))
+        except TimeoutError:  # the tier is slow: another time
+            self._tiering.failed(f"{tier.name}:manifest", "a sleeping session was not read in time")
+            return False
         except Exception as error:  # whatever it is, the session is computed again
             self._tiering.failed(f"{tier.name}:manifest", f"a sleeping session cannot be read: {error!r}")
             self._tiering.manifests.pop(name, None)

@@ -208,7 +208,7 @@ class KVStore:
 
     def fork(self, session: Session, session_id: str, length: int | None = None) -> Session:
         """A new idle session of the same owner that shares the first `length` tokens of another (None: all), without
-        copying KV. Raises SessionLocked or ValueError when there is a session of that id in use, or at all."""
+        copying KV. Raises ValueError when there is a session of that id already, or fewer tokens."""
         key = (session.owner, session_id)
         if key in self._sessions:
             raise ValueError(f"there is a session {session_id!r} already")
